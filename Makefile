@@ -1,0 +1,31 @@
+# Each target works on a fresh clone with only Python (3.11 or newer) and make.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train a small reversible network and show what it saves"
+	@echo "make test    run all tests"
+	@echo "make check   lint, types, doctests"
+
+demo: .venv/installed
+	$(BIN)/python examples/quickstart.py
+
+test: .venv/installed
+	$(BIN)/python -m pytest -n 2
+
+check: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/python -m pytest -q --doctest-modules src/retrograd
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cli,dev]"
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,119 @@
+"""An update: one step of a program, `stream[target] = join(stream[target], fn(*stream[sources], **kwargs))`.
+
+A program is a list of updates. This file says what an update is and refuses what cannot be one (R1); running it is the
+engine's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .joins import Add, Join
+from .policies import Policy
+from .streams import Structure, Tensor, flatten_like
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step of a program: `fn` reads the sources and its output is joined to the target.
+
+    `fn` is any callable, `sources` a name or several, `join` how the output enters the target, `kwargs` what else `fn`
+    gets, `policy` what becomes of its saved tensors (None: as the whole program).
+
+    >>> import torch
+    >>> Update("a", torch.sin, "b").sources
+    ('b',)
+    >>> Update("a", torch.sin, ("a", "b"))
+    Traceback (most recent call last):
+    ValueError: Update of 'a' by sin: the target is among the sources ('a', 'b'), so the update could not be undone; ...
+    """
+
+    target: str
+    fn: Callable[..., Any]
+    sources: tuple[str, ...]
+    join: Join = field(default_factory=Add)
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    policy: Policy | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sources, str):
+            object.__setattr__(self, "sources", (self.sources,))
+        else:
+            object.__setattr__(self, "sources", tuple(self.sources))
+        what = f"Update of {self.target!r} by {self.name}"
+        if not isinstance(self.target, str) or not all(isinstance(source, str) for source in self.sources):
+            raise TypeError(f"{what}: target and sources are names of streams, not {self.target!r}, {self.sources!r}")
+        if self.target in self.sources:
+            raise ValueError(
+                f"{what}: the target is among the sources {self.sources}, so the update could not be undone; "
+                "read another stream, or split this one in two"
+            )
+        if not callable(self.fn):
+            raise TypeError(f"{what}: fn must be callable")
+        if not isinstance(self.join, Join):
+            raise TypeError(f"{what}: join must be a Join such as Add(), not {self.join!r}")
+        if self.policy is not None and not isinstance(self.policy, Policy):
+            raise TypeError(f"{what}: policy must be a Policy such as Keep(), not {self.policy!r}")
+
+    @property
+    def name(self) -> str:
+        """What a person would call `fn`."""
+        return getattr(self.fn, "__name__", None) or type(self.fn).__name__
+
+    def label(self, index: int) -> str:
+        """How errors name this update."""
+        return f"update {index} (target {self.target!r}, fn {self.name})"
+
+    def inverse(self) -> Update:
+        """The update that undoes this one."""
+        return replace(self, join=self.join.inverse())
+
+    def parts(self, index: int, out: Any, target: list[Tensor], structure: Structure) -> list[list[Tensor]]:
+        """`fn`'s output as one list of tensors per part, each fitting the target, or a ValueError (R1)."""
+        parts = self.join.parts
+        if parts > 1 and not (isinstance(out, (tuple, list)) and len(out) == parts):
+            raise ValueError(
+                f"{self.label(index)}: {type(self.join).__name__} needs {parts} parts, fn returned {_shown(out)}"
+            )
+        flat = []
+        for part in out if parts > 1 else (out,):
+            try:
+                leaves = flatten_like(part, structure)
+            except ValueError as error:
+                raise ValueError(
+                    f"{self.label(index)}: fn must return the structure of its target, not {_shown(part)}: {error}"
+                ) from None
+            for leaf, into in zip(leaves, target, strict=True):
+                if leaf.shape != into.shape:
+                    raise ValueError(
+                        f"{self.label(index)}: fn returned shape {tuple(leaf.shape)} for a target of shape "
+                        f"{tuple(into.shape)}; they must be equal (expand the output if it is meant to broadcast)"
+                    )
+                if leaf.is_complex() and not into.is_complex():
+                    raise ValueError(f"{self.label(index)}: fn returned {leaf.dtype} for a target of {into.dtype}")
+            flat.append(leaves)
+        return flat
+
+
+def program(updates: Iterable[Update], names: Iterable[str]) -> list[Update]:
+    """The updates as a list, once every one is an `Update` and every name it uses is there (R1)."""
+    listed, known = list(updates), set(names)
+    for index, update in enumerate(listed):
+        if not isinstance(update, Update):
+            raise TypeError(f"update {index} must be an Update, not {update!r}")
+        for name in (update.target, *update.sources):
+            if name not in known:
+                raise ValueError(f"{update.label(index)}: there is no stream {name!r}; the streams are {sorted(known)}")
+    return listed
+
+
+def _shown(out: Any) -> str:
+    if isinstance(out, Tensor):
+        return f"a tensor of shape {tuple(out.shape)}"
+    if isinstance(out, dict):
+        return f"a dict with keys {list(out)}"
+    if isinstance(out, (tuple, list)):
+        return f"a {type(out).__name__} of {len(out)}"
+    return f"a {type(out).__name__}"
