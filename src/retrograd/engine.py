@@ -181,24 +181,26 @@ class Entry:
         sources, target = [flat[name] for name in update.sources], flat[update.target]
         self.source_grads = [[leaf.requires_grad for leaf in leaves] for leaves in sources]
         self.target_grads = [leaf.requires_grad for leaf in target]
+        known = {id(leaf) for leaves in sources for leaf in leaves}
         saved: list[Tensor] = []
 
         def pack(tensor: Tensor) -> int:
             saved.append(tensor)  # alive until fn returns, as it will be in the replay
+            self.slots.append(self.describe(tensor, known))
             return len(saved) - 1
 
-        with saved_tensors_hooks(pack, unpack):
-            with self.call.forward():
-                parts = step.call(sources, target)
-            self.fn_slots = len(saved)
-            flat[update.target] = step.join(target, parts)
-        streams = {id(leaf) for leaves in sources for leaf in leaves}
-        self.slots = [self.describe(tensor, streams) for tensor in saved]
-        if self.call.lost:
-            self.kept = [tensor.detach() for tensor in saved]
-        saved.clear()
+        try:
+            with saved_tensors_hooks(pack, unpack):
+                with self.call.forward():
+                    parts = step.call(sources, target)
+                self.fn_slots = len(saved)
+                flat[update.target] = step.join(target, parts)
+            if self.call.lost:
+                self.kept = [tensor.detach() for tensor in saved]
+        finally:
+            saved.clear()  # the graph holds the hooks, and so this list: tensors in it would never die
 
-    def replay(self, streams: Flat, *, undone: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    def replay(self, streams: Flat, *, undone: bool = False) -> tuple[list[Tensor | None], list[Tensor]]:
         """Run `fn` again: what it saves, and the target as it was before the update (`undone`: it is that already)."""
         step, update = self.step, self.step.update
         target = streams[update.target]
@@ -206,10 +208,13 @@ class Entry:
             [leaf.detach().requires_grad_(needs) for leaf, needs in zip(streams[name], flags, strict=True)]
             for name, flags in zip(update.sources, self.source_grads, strict=True)
         ]
-        saved: list[Tensor] = []
+        known = {id(leaf) for leaves in sources for leaf in leaves}
+        saved: list[Tensor | None] = []
+        slots = []
 
         def capture(tensor: Tensor) -> None:
-            saved.append(tensor)
+            slots.append(self.describe(tensor, known))
+            saved.append(tensor.detach())  # detached: the graph of the replay must die with the replay
 
         with torch.enable_grad(), saved_tensors_hooks(capture, _never_unpacked):
             with self.call.replay():
@@ -221,9 +226,8 @@ class Entry:
                     leaf.detach().requires_grad_(needs) for leaf, needs in zip(before, self.target_grads, strict=True)
                 ]
                 step.join(leaves, parts)
-        names = {id(leaf) for leaves in sources for leaf in leaves}
-        self.verify([self.describe(tensor, names) for tensor in saved])
-        return [tensor.detach() for tensor in saved], before  # detached: the graph of the replay ends here
+        self.verify(slots)
+        return saved, before
 
     def describe(self, tensor: Tensor, streams: set[int]) -> tuple[torch.Size, torch.dtype, torch.device, int | None]:
         """What forward and replay must agree on (R7). For weights that no module of ours shows, also the version."""
@@ -345,7 +349,7 @@ class Reversal:
         saved, before = entry.replay(self.streams)
         self.streams[entry.step.update.target] = before
         self.position -= 1
-        self.captured[self.position] = [*saved]
+        self.captured[self.position] = saved
 
     def _forget(self, device: torch.device) -> None:
         """Drop what later updates saved on this device and nobody took.
@@ -367,8 +371,7 @@ class Reversal:
                 f"{entry.step.update.label(entry.step.index)}: a saved tensor was asked for twice in one backward "
                 "pass, the second time after the pass had gone on"
             )
-        saved, _ = entry.replay(self.streams, undone=True)
-        self.captured[position] = [*saved]
+        self.captured[position], _ = entry.replay(self.streams, undone=True)
         return self.captured[position]
 
 
