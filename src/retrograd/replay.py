@@ -1,8 +1,7 @@
-"""What one call of `fn` depended on besides its sources: captured in the forward, put back for the replay, and restored
-after it (R3, R4, R5, R9). Also what a `fn` may ask about itself: `phase` and `remember` (R10).
+"""What one call of `fn` depended on besides its sources: noted in the forward, put back for the replay, and restored
+after it (R3, R4, R7, R9). Also what a `fn` may ask about itself: `phase` and `remember` (R10).
 
-A `Surroundings` is the global state a whole program runs in; a `Call` is what a single update adds to it. Autograd is
-not mentioned here: see engine.py.
+Autograd is not mentioned here: see engine.py.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from .streams import leaves_of
+from .streams import leaves_of, version, versions
+from .surroundings import Surroundings, restore, same, state
 from .update import Update
 
 T = TypeVar("T")
@@ -63,12 +62,13 @@ class _Frames(threading.local):
 _frames = _Frames()
 
 
-@contextmanager
-def running(index: int, update: Update, remembered: list[Any] | None, *, replaying: bool = False) -> Iterator[None]:
-    """Say, to `phase` and `remember`, which `fn` runs; and in the traceback, if it fails."""
+def running(
+    index: int, update: Update, function: Callable[[], T], remembered: list[Any] | None, replaying: bool = False
+) -> T:
+    """Call `function`, and say to `phase` and `remember` which `fn` it is; also in the traceback, if it fails."""
     _frames.stack.append(_Frame(Phase(index, update.target, replaying), remembered))
     try:
-        yield
+        return function()
     except Exception as error:
         error.add_note(f"retrograd: in {update.label(index)}, {'replayed in the backward' if replaying else 'forward'}")
         raise
@@ -116,132 +116,85 @@ def remember(compute: Callable[[], T]) -> T:
     return value
 
 
-class Surroundings:
-    """The global state that a program runs in: autocast, the attention backends allowed, the random generators."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        devices = set(devices)
-        kinds = sorted({"cpu"} | {device.type for device in devices})
-        self.autocast = _autocast(kinds)
-        self.attention = _attention()
-        self.generators = _generators(devices)
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Run the program as it is called, with autocast's weight cache off (R5)."""
-        with ExitStack() as stack:
-            for kind, dtype in self.autocast.items():
-                if dtype is not None:
-                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
-            yield
-
-    @contextmanager
-    def replay(self) -> Iterator[None]:
-        """Run as the forward ran, whatever surrounds the backward."""
-        attention = _attention()
-        now = _autocast(self.autocast)
-        with ExitStack() as stack:
-            for kind, dtype in self.autocast.items():
-                if dtype is not None:
-                    stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
-                elif now[kind] is not None:
-                    stack.enter_context(torch.autocast(kind, enabled=False))
-            if attention != self.attention:
-                stack.callback(_allow_attention, attention)
-                _allow_attention(self.attention)
-            yield
-
-
 class Call:
     """What one call of `fn` depended on besides its sources and the surroundings."""
 
-    __slots__ = ("index", "update", "surroundings", "remembered", "random", "modules", "buffers", "watched", "lost")
+    __slots__ = ("index", "update", "surroundings", "remembered", "random", "modules", "buffers", "watched", "versions")
 
     def __init__(self, index: int, update: Update, surroundings: Surroundings) -> None:
         self.index, self.update, self.surroundings = index, update, surroundings
         self.remembered: list[Any] = []
-        self.random: list[tuple[Any, Any]] = []  # (generator, its state before the forward), where it moved (R4)
-        self.modules: list[tuple[nn.Module, bool, list[tuple[str, nn.Parameter]]]] = []  # training flag and parameters
-        self.buffers: list[
-            tuple[nn.Module, dict[str, Tensor | None]]
-        ] = []  # as they were, where the forward moved them
-        self.watched: list[tuple[str, Tensor, int | None]] = []  # what must not change until the replay (R7)
-        self.lost = False  # a buffer changed that was not copied in time: this call cannot be replayed
+        self.random: list[tuple[torch.Generator, Any]] = []  # generators the forward moved, and from which state (R4)
+        self.modules: list[tuple[nn.Module, bool, dict[str, Any]]] = []  # their training flags and parameters
+        self.buffers: list[tuple[nn.Module, dict[str, Tensor | None]]] = []  # copies from before, where they moved
+        self.watched: list[Tensor] = []  # what must not change until the replay (R7),
+        self.versions: list[int | None] = []  # and at which version it was
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Run `fn` for the first time and note what it depended on."""
-        modules, reached, direct = reach(self.update.fn)
-        reached += [(f"keyword {k!r}", t) for k, v in self.update.kwargs.items() for t in leaves_of(v, Tensor)]
-        copies: list[tuple[nn.Module, dict[str, tuple[Tensor | None, int | None, Tensor | None]]]] = []
-        for module in modules:
-            parameters = [(name, p) for name, p in module._parameters.items() if p is not None]
-            self.modules.append((module, module.training, parameters))
-            if direct:
-                reached += [(f"parameter {name!r}", p) for name, p in parameters]
-            if module._buffers:
-                copy = module not in _steady
-                copies.append((module, {name: _snapshot(b, copy) for name, b in module._buffers.items()}))
-        self.watched = [(label, tensor, version(tensor)) for label, tensor in reached]
-        generators = self.surroundings.generators + leaves_of(dict(self.update.kwargs), torch.Generator)
-        before = [_state(generator) for generator in generators]
+    def forward(self, function: Callable[[], T]) -> tuple[T, bool]:
+        """Run `fn` for the first time and note what it depends on; also whether a replay will be possible."""
+        modules, captured, direct = reach(self.update.fn)
+        self.modules = [(module, module.training, module._parameters.copy()) for module in modules]
+        self.watched = captured + (leaves_of(self.update.kwargs, Tensor) if self.update.kwargs else [])
+        if direct:
+            self.watched += [p for module in modules for p in module._parameters.values() if p is not None]
+        self.versions = versions(self.watched)
+        before = [(module, _snapshot(module)) for module in modules if module._buffers]
+        generators = self.surroundings.generators
+        if self.update.kwargs:
+            generators = generators + leaves_of(self.update.kwargs, torch.Generator)
+        states = [state(generator) for generator in generators]
 
-        with running(self.index, self.update, self.remembered):
-            yield
+        out = running(self.index, self.update, function, self.remembered)
 
-        for generator, state in zip(generators, before, strict=True):
-            if not _same(_state(generator), state):
-                self.random.append((generator, state))
-        for label, tensor, seen in self.watched:
-            if version(tensor) != seen:
-                raise RuntimeError(
-                    f"{self.update.label(self.index)}: fn changes its {label} in place, and a replay would change it "
-                    "again; return what is new, hold it in a buffer, or give this update policy=Keep()"
-                )
-        for module, entries in copies:
-            self._settle(module, entries, direct)
+        self.random = [(g, seen) for g, seen in zip(generators, states, strict=True) if not same(state(g), seen)]
+        if (changed := self._changed()) is not None:
+            raise RuntimeError(
+                f"{self.update.label(self.index)}: fn changes {changed} in place, and a replay would change it again; "
+                "return what is new, hold it in a buffer, or give this update policy=Keep()"
+            )
+        replayable = [self._settle(module, buffers, direct) for module, buffers in before]
+        return out, all(replayable)
 
-    def _settle(self, module: nn.Module, entries: dict[str, Any], direct: bool) -> None:
-        """Keep the copies of a module whose buffers moved; remember those whose buffers do not."""
+    def _settle(
+        self, module: nn.Module, before: dict[str, tuple[Tensor, int | None, Tensor | None] | None], direct: bool
+    ) -> bool:
+        """After the forward: keep the copies of buffers that moved. False where they moved and no copy was taken."""
         moved = any(
-            module._buffers.get(name) is not buffer or (buffer is not None and version(buffer) != seen)
-            for name, (buffer, seen, _) in entries.items()
+            module._buffers.get(name) is not (seen and seen[0]) or (seen is not None and version(seen[0]) != seen[1])
+            for name, seen in before.items()
         )
-        if not moved:
+        if moved and module not in _steady:
+            self.buffers.append((module, {name: seen and seen[2] for name, seen in before.items()}))
+        elif moved:
+            _steady.discard(module)
+            return False
+        else:
             _steady.add(module)
             if direct:
-                self.watched += [
-                    (f"buffer {name!r}", b, seen) for name, (b, seen, _) in entries.items() if b is not None
-                ]
-        elif module in _steady:
-            _steady.discard(module)
-            self.lost = True
-        else:
-            self.buffers.append((module, {name: copy for name, (_, _, copy) in entries.items()}))
+                still = [seen[0] for seen in before.values() if seen is not None]
+                self.watched = self.watched + still
+                self.versions = self.versions + versions(still)
+        return True
 
-    @contextmanager
-    def replay(self) -> Iterator[None]:
+    def replay(self, function: Callable[[], T]) -> T:
         """Run `fn` again as it ran, and leave no trace (R3)."""
-        for label, tensor, seen in self.watched:
-            if version(tensor) != seen:
-                raise RuntimeError(
-                    f"{self.update.label(self.index)}: {label} of shape {tuple(tensor.shape)} was changed in place "
-                    f"between the forward and the backward (it is at version {version(tensor)}, expected {seen}); "
-                    "change it after the backward, or give this update policy=Keep()"
-                )
-        generators = self.surroundings.generators + [g for g, _ in self.random if g not in self.surroundings.generators]
-        now = [_state(generator) for generator in generators]
-        swapped: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        if (changed := self._changed()) is not None:
+            raise RuntimeError(
+                f"{self.update.label(self.index)}: {changed} was changed in place between forward and backward; "
+                "change it after the backward, or give this update policy=Keep()"
+            )
+        now = [(generator, state(generator)) for generator, _ in self.random]
         flipped: list[nn.Module] = []
+        swapped: list[tuple[dict[str, Any], str, Any]] = []
         try:
             for module, training, parameters in self.modules:
                 if module.training != training:
                     flipped.append(module)
                     module.training = training
-                for name, parameter in parameters:
+                for name, parameter in parameters.items():
+                    current = module._parameters.get(name)
                     # Other weights than in the forward (functional_call). DTensors are left to FSDP2, which exchanges
                     # sharded and whole parameters by itself.
-                    current = module._parameters.get(name)
                     if current is not parameter and not _is_dtensor(current) and not _is_dtensor(parameter):
                         swapped.append((module._parameters, name, current))
                         module._parameters[name] = parameter
@@ -249,26 +202,45 @@ class Call:
                 for name, buffer in buffers.items():
                     swapped.append((module._buffers, name, module._buffers.get(name)))
                     module._buffers[name] = None if buffer is None else buffer.clone()
-            for generator, state in self.random:
-                _restore(generator, state)
-            with self.surroundings.replay(), running(self.index, self.update, self.remembered, replaying=True):
-                yield
+            for generator, seen in self.random:
+                restore(generator, seen)
+            return self.surroundings.run(
+                lambda: running(self.index, self.update, function, self.remembered, replaying=True)
+            )
         finally:
-            for generator, state in zip(generators, now, strict=True):
-                if not _same(_state(generator), state):
-                    _restore(generator, state)
+            for generator, seen in now:
+                restore(generator, seen)
             for where, name, tensor in reversed(swapped):
                 where[name] = tensor
             for module in flipped:
                 module.training = not module.training
 
+    def _changed(self) -> str | None:
+        """What has changed in place of all that `fn` reads, in words."""
+        now = versions(self.watched)
+        if now == self.versions:
+            return None
+        tensor = next(t for t, a, b in zip(self.watched, now, self.versions, strict=True) if a != b)
+        return f"{self._named(tensor)} of shape {tuple(tensor.shape)}"
+
+    def _named(self, tensor: Tensor) -> str:
+        for key, value in self.update.kwargs.items():
+            if any(leaf is tensor for leaf in leaves_of(value, Tensor)):
+                return f"its keyword {key!r}"
+        for module, _, parameters in self.modules:
+            for kind, members in (("parameter", parameters), ("buffer", module._buffers)):
+                for name, member in members.items():
+                    if member is tensor:
+                        return f"the {kind} {name!r} of {type(module).__name__}"
+        return "a captured tensor"
+
 
 # Modules whose buffers have not moved in a call: theirs are not copied beforehand. A wrong guess costs memory once (see
-# Call.lost), never a wrong gradient.
+# Call._settle), never a wrong gradient.
 _steady: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def reach(fn: Any) -> tuple[list[nn.Module], list[tuple[str, Tensor]], bool]:
+def reach(fn: Any) -> tuple[list[nn.Module], list[Tensor], bool]:
     """The modules and tensors that a callable can be seen to use, and whether it is itself a module.
 
     A module is searched whole. A function is searched through its closure, its globals, its partial arguments and the
@@ -278,63 +250,45 @@ def reach(fn: Any) -> tuple[list[nn.Module], list[tuple[str, Tensor]], bool]:
     if isinstance(fn, nn.Module):
         _walk(fn, modules)
         return modules, [], True
-    found: list[tuple[str, Tensor]] = []
+    found: list[Tensor] = []
     seen: set[int] = set()
 
-    def look(name: str, value: Any) -> None:
+    def look(value: Any) -> None:
         if id(value) in seen:
             return
         seen.add(id(value))
         if isinstance(value, nn.Module):
             _walk(value, modules)
         elif isinstance(value, Tensor):
-            found.append((f"captured tensor {name!r}", value))
+            found.append(value)
         elif isinstance(value, (list, tuple)):
             for item in value:
-                look(name, item)
+                look(item)
         elif isinstance(value, dict):
             for item in value.values():
-                look(name, item)
+                look(item)
         elif isinstance(value, functools.partial):
-            look(name, (value.func, value.args, value.keywords))
+            look((value.func, value.args, value.keywords))
         elif isinstance(value, types.MethodType):
-            look(name, (value.__self__, value.__func__))
+            look((value.__self__, value.__func__))
         elif isinstance(value, types.FunctionType):
             if not value.__module__ or value.__module__.split(".")[0] == "torch":
-                look(name, getattr(value, "__wrapped__", None))
+                look(getattr(value, "__wrapped__", None))
                 return
-            for cell_name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            for cell in value.__closure__ or ():
                 try:
-                    look(cell_name, cell.cell_contents)
+                    look(cell.cell_contents)
                 except ValueError:  # a cell that is still empty
                     continue
-            for global_name in value.__code__.co_names:
-                if isinstance(value.__globals__.get(global_name), (nn.Module, Tensor, types.FunctionType)):
-                    look(global_name, value.__globals__[global_name])
-            look(name, getattr(value, "__wrapped__", None))
+            for name in value.__code__.co_names:
+                if isinstance(value.__globals__.get(name), (nn.Module, Tensor, types.FunctionType)):
+                    look(value.__globals__[name])
+            look(getattr(value, "__wrapped__", None))
         elif value is fn and hasattr(value, "__dict__"):  # a callable object
-            look(name, vars(value))
+            look(vars(value))
 
-    look("fn", fn)
+    look(fn)
     return modules, found, False
-
-
-@contextmanager
-def no_random_numbers(what: str, tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Refuse a program that draws random numbers: they would be other numbers than those of its forward."""
-    generators = _generators({tensor.device for tensor in tensors})
-    before = [_state(generator) for generator in generators]
-    yield
-    if not all(_same(_state(generator), state) for generator, state in zip(generators, before, strict=True)):
-        raise RuntimeError(
-            f"{what}: an update draws random numbers (dropout?), which are not those of the forward; "
-            "use eval mode in both directions"
-        )
-
-
-def version(tensor: Tensor) -> int | None:
-    """The version counter; None for inference tensors, which have none and cannot be saved for a backward."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _walk(module: nn.Module, found: list[nn.Module]) -> None:
@@ -346,70 +300,14 @@ def _walk(module: nn.Module, found: list[nn.Module]) -> None:
             _walk(child, found)
 
 
-def _snapshot(buffer: Tensor | None, copy: bool) -> tuple[Tensor | None, int | None, Tensor | None]:
-    if buffer is None:
-        return None, None, None
-    return buffer, version(buffer), buffer.detach().clone() if copy else None
+def _snapshot(module: nn.Module) -> dict[str, tuple[Tensor, int | None, Tensor | None] | None]:
+    """Each buffer of one module, its version, and a copy unless the module is known to leave its buffers alone."""
+    copy = module not in _steady
+    return {
+        name: None if buffer is None else (buffer, version(buffer), buffer.detach().clone() if copy else None)
+        for name, buffer in module._buffers.items()
+    }
 
 
 def _is_dtensor(tensor: Tensor | None) -> bool:
     return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)  # by name: the import is slow
-
-
-def _autocast(kinds: Iterable[str]) -> dict[str, torch.dtype | None]:
-    """The dtype that autocast casts to on each kind of device; None where it is off or unknown."""
-    return {
-        kind: torch.get_autocast_dtype(kind)
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-        else None
-        for kind in kinds
-    }
-
-
-def _attention() -> tuple[bool, bool, bool, bool]:
-    """Which backends scaled_dot_product_attention may use: each saves other tensors."""
-    cuda = torch.backends.cuda
-    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
-
-
-def _allow_attention(allowed: tuple[bool, bool, bool, bool]) -> None:
-    cuda = torch.backends.cuda
-    flash, efficient, math, cudnn = allowed
-    cuda.enable_flash_sdp(flash)
-    cuda.enable_mem_efficient_sdp(efficient)
-    cuda.enable_math_sdp(math)
-    cuda.enable_cudnn_sdp(cudnn)
-
-
-def _generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
-    """The default generators of the CPU and of every accelerator in play, the current one included."""
-    found = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        indices = {device.index for device in devices if device.type == "cuda"} | {torch.cuda.current_device()}
-        found += [torch.cuda.default_generators[index] for index in sorted(i for i in indices if i is not None)]
-    for device in devices:
-        if device.type not in ("cpu", "cuda", "meta"):
-            found += getattr(torch.get_device_module(device), "default_generators", ())
-    return found
-
-
-def _state(generator: torch.Generator) -> Any:
-    if generator.device.type == "cuda":
-        return generator.initial_seed(), generator.get_offset()  # two integers on the host: no synchronisation
-    return generator.get_state()
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, tuple):
-        return a == b
-    return torch.equal(a.view(torch.int64), b.view(torch.int64)) if a.numel() % 8 == 0 else torch.equal(a, b)
-
-
-def _restore(generator: torch.Generator, state: Any) -> None:
-    if isinstance(state, tuple):
-        seed, offset = state
-        if generator.initial_seed() != seed:
-            generator.manual_seed(seed)
-        generator.set_offset(offset)
-    else:
-        generator.set_state(state)

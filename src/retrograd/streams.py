@@ -56,6 +56,19 @@ def leaves_of(tree: Any, kind: type[T]) -> list[T]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, kind)]
 
 
+def version(tensor: Tensor) -> int | None:
+    """The version counter; None for inference tensors, which have none and cannot be saved for a backward."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def versions(tensors: list[Tensor]) -> list[int | None]:
+    """The version counters of many tensors."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # inference tensors among them
+        return [version(tensor) for tensor in tensors]
+
+
 def map_tensors(function: Callable[..., Tensor], *streams: Stream) -> Stream:
     """The stream that `function` makes of streams of one structure, tensor by tensor.
 

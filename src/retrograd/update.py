@@ -12,7 +12,7 @@ from typing import Any
 
 from .joins import Add, Join
 from .policies import Policy
-from .streams import Structure, Tensor, flatten_like
+from .streams import Structure, Tensor, flatten_like, unflatten, versions
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,22 @@ class Update:
             object.__setattr__(self, "sources", (self.sources,))
         else:
             object.__setattr__(self, "sources", tuple(self.sources))
-        what = f"Update of {self.target!r} by {self.name}"
         if not isinstance(self.target, str) or not all(isinstance(source, str) for source in self.sources):
-            raise TypeError(f"{what}: target and sources are names of streams, not {self.target!r}, {self.sources!r}")
+            raise TypeError(f"{self}: target and sources are names of streams, not {self.target!r}, {self.sources!r}")
         if self.target in self.sources:
             raise ValueError(
-                f"{what}: the target is among the sources {self.sources}, so the update could not be undone; "
+                f"{self}: the target is among the sources {self.sources}, so the update could not be undone; "
                 "read another stream, or split this one in two"
             )
         if not callable(self.fn):
-            raise TypeError(f"{what}: fn must be callable")
+            raise TypeError(f"{self}: fn must be callable")
         if not isinstance(self.join, Join):
-            raise TypeError(f"{what}: join must be a Join such as Add(), not {self.join!r}")
+            raise TypeError(f"{self}: join must be a Join such as Add(), not {self.join!r}")
         if self.policy is not None and not isinstance(self.policy, Policy):
-            raise TypeError(f"{what}: policy must be a Policy such as Keep(), not {self.policy!r}")
+            raise TypeError(f"{self}: policy must be a Policy such as Keep(), not {self.policy!r}")
+
+    def __str__(self) -> str:
+        return f"Update of {self.target!r} by {self.name}"
 
     @property
     def name(self) -> str:
@@ -95,6 +97,40 @@ class Update:
                     raise ValueError(f"{self.label(index)}: fn returned {leaf.dtype} for a target of {into.dtype}")
             flat.append(leaves)
         return flat
+
+
+class Step:
+    """An update at its place in a program, on streams as flat lists of tensors."""
+
+    __slots__ = ("index", "update", "fn", "structures")
+
+    def __init__(self, index: int, update: Update, fn: Callable[..., Any], structures: dict[str, Structure]) -> None:
+        self.index, self.update, self.fn, self.structures = index, update, fn, structures
+
+    def call(self, sources: list[list[Tensor]], target: list[Tensor]) -> list[list[Tensor]]:
+        """`fn` on the sources; what it returns, part by part, fits the target (R1). The sources are unchanged (R8)."""
+        leaves = [leaf for leaves in sources for leaf in leaves]
+        before = versions(leaves)
+        streams = [
+            unflatten(leaves, self.structures[name]) for name, leaves in zip(self.update.sources, sources, strict=True)
+        ]
+        out = self.fn(*streams, **self.update.kwargs)
+        if versions(leaves) != before:
+            raise RuntimeError(
+                f"{self.update.label(self.index)}: fn changes a source {self.update.sources} in place; streams must "
+                "stay as they are: use the out-of-place operation (inplace=False), or clone the input in fn"
+            )
+        return self.update.parts(self.index, out, target, self.structures[self.update.target])
+
+    def join(self, target: list[Tensor], parts: list[list[Tensor]]) -> list[Tensor]:
+        return self._joined(self.update.join.apply, target, parts)
+
+    def unjoin(self, target: list[Tensor], parts: list[list[Tensor]]) -> list[Tensor]:
+        return self._joined(self.update.join.invert, target, parts)
+
+    def _joined(self, join: Callable[..., Tensor], target: list[Tensor], parts: list[list[Tensor]]) -> list[Tensor]:
+        joined = (join(leaf, *out) for leaf, *out in zip(target, *parts, strict=True))
+        return [new if new.dtype == old.dtype else new.to(old.dtype) for new, old in zip(joined, target, strict=True)]
 
 
 def program(updates: Iterable[Update], names: Iterable[str]) -> list[Update]:
