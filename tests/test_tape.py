@@ -1,0 +1,71 @@
+"""The private names of torch that the tape stands on, and the corners of one backward pass."""
+
+import torch
+from torch import nn
+
+import retrograd as rg
+from retrograd import tape
+
+
+def test_the_pass_number_is_the_same_within_a_pass_and_new_in_the_next():
+    seen: list[int] = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    for tensor in (x, y):
+        tensor.register_hook(lambda grad: seen.append(tape._current_pass()))
+    (y * 2).backward(retain_graph=True)
+    (y * 3).backward()
+    assert seen[0] == seen[1] != seen[2] == seen[3]
+    assert tape._current_pass() == -1
+
+
+def test_callbacks_run_at_the_end_of_a_pass():
+    log: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: tape._at_end_of_pass(lambda: log.append("end")))
+    x.register_hook(lambda grad: log.append("x"))
+    y.backward()
+    assert log == ["x", "end"]
+
+
+def test_a_custom_function_may_read_its_saved_tensors_twice():
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x, x.square())
+            return x**3
+
+        @staticmethod
+        def backward(ctx, grad):
+            x = ctx.saved_tensors[0].clone()
+            return grad * 3 * ctx.saved_tensors[1] * x / x
+
+    class Net(nn.Module):
+        def forward(self, x):
+            return Cube.apply(x).sin()
+
+    def grads(policy):
+        torch.manual_seed(0)
+        x = torch.randn(2, 3, dtype=torch.double, requires_grad=True)
+        y = rg.ReversibleSequence([(Net(), Net())] * 3, policy=policy)(x)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    torch.testing.assert_close(grads(rg.Reverse()), grads(rg.Keep()))
+
+
+def test_what_a_pass_does_not_take_is_dropped_as_it_goes_on():
+    """Weight norm has saved tensors of its own, which a gradient of the input alone never asks for."""
+    from retrograd.measure import LiveBytes
+
+    def peak(depth: int) -> int:
+        torch.manual_seed(0)
+        norm = nn.utils.parametrizations.weight_norm
+        net = rg.ReversibleSequence([(norm(nn.Linear(8, 8)), norm(nn.Linear(8, 8))) for _ in range(depth)])
+        x = torch.randn(2, 8, requires_grad=True)
+        loss = net(x).square().sum()
+        with LiveBytes() as memory:
+            torch.autograd.grad(loss, x)
+        return memory.peak
+
+    assert peak(4) == peak(16)
