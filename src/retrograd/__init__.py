@@ -4,7 +4,8 @@ from .engine import invert, run
 from .joins import Add, Affine, Join, Scale
 from .policies import Keep, Policy, Reverse
 from .replay import Phase, phase, remember
-from .sequences import Midpoint, Momentum, Reversible, ReversibleSequence
+from .reversible import Reversible
+from .sequences import DualModality, Midpoint, Momentum, ReversibleSequence
 from .update import Update
 
 __version__ = "0.1.0.dev0"
@@ -12,6 +13,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Add",
     "Affine",
+    "DualModality",
     "Join",
     "Keep",
     "Midpoint",

@@ -1,8 +1,5 @@
-"""Modules over the engine: `Reversible`, the base, and the recipes `ReversibleSequence`, `Momentum` and `Midpoint`.
-
-A module is its updates, described anew at each call by `updates()`: so replacing, compiling, sharding or freezing a
-submodule just works, and dropping a layer is a plain `continue`. A recipe adds how an input becomes streams (`split`)
-and how streams become an output (`merge`).
+"""The recipes: `ReversibleSequence`, `DualModality`, `Momentum` and `Midpoint`. Each is a `Reversible` that says how an
+input becomes streams (`split`), which updates follow, and how streams become an output (`merge`).
 
 Pairs: RevNet (Gomez et al., 2017) and Reformer (Kitaev et al., 2020). Momentum: Sander et al., 2021. Midpoint: the
 two-step scheme of ordinary differential equations, used for networks by Chang et al., 2018.
@@ -10,107 +7,19 @@ two-step scheme of ordinary differential equations, used for networks by Chang e
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from . import streams as trees
-from .engine import execute, invert
 from .joins import Add, Join, Scale
+from .keywords import Keywords, accepted, refuse_unrouted
 from .policies import Keep, Policy, Reverse
+from .reversible import Reversible
 from .streams import Stream
 from .update import Update
-
-
-class Reversible(nn.Module):
-    """A module that is a program of updates. Subclass it, register your networks, and describe them in `updates`.
-
-    Called with a dict of streams, it returns the dict of streams after its updates; `inverse` goes back. Keyword
-    arguments go to `updates`. A subclass may define `split`, `merge`, `unmerge` and `unsplit` to take and return
-    something else.
-
-    >>> import retrograd as rg
-    >>> class Mine(rg.Reversible):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.f, self.g = nn.Linear(4, 4), nn.Linear(4, 4)
-    ...     def updates(self, **kwargs):
-    ...         yield rg.Update("a", self.f, "b")
-    ...         yield rg.Update("b", self.g, "a")
-    >>> net, x = Mine(), torch.randn(2, 4)
-    >>> out = net({"a": x, "b": x})
-    >>> torch.allclose(net.inverse(out)["a"], x, atol=1e-6)
-    True
-    """
-
-    policy: Policy
-
-    def __init__(self, *, policy: Policy | None = None) -> None:
-        super().__init__()
-        if policy is not None and not isinstance(policy, Policy):
-            raise TypeError(f"policy must be a Policy such as Reverse(), not {policy!r}")
-        self.policy = Reverse() if policy is None else policy
-        self._compiled: dict[int, tuple[Any, Any]] = {}  # see _through
-
-    def updates(self, **kwargs: Any) -> Iterable[Update]:
-        """The program, for these keyword arguments. Called once per forward or inverse."""
-        raise NotImplementedError(f"{type(self).__name__} must define updates()")
-
-    def split(self, x: Any) -> Mapping[str, Stream]:
-        """The streams that an input becomes."""
-        return x
-
-    def merge(self, streams: Mapping[str, Stream]) -> Any:
-        """The output that the streams become."""
-        return streams
-
-    def unmerge(self, y: Any) -> Mapping[str, Stream]:
-        """The streams that `merge` made `y` from; where that cannot be known, a ValueError."""
-        return y
-
-    def unsplit(self, streams: Mapping[str, Stream]) -> Any:
-        """The input that `split` made these streams from."""
-        return streams
-
-    def policy_for(self, streams: Mapping[str, Stream]) -> Policy:
-        """The policy of a call on these streams."""
-        return self.policy
-
-    def forward(self, x: Any, **kwargs: Any) -> Any:
-        return self.merge(self.run(self.split(x), **kwargs))
-
-    def inverse(self, y: Any, **kwargs: Any) -> Any:
-        """The input that gave this output, in eval mode or without anything random."""
-        return self.unsplit(self.invert(self.unmerge(y), **kwargs))
-
-    def run(self, streams: Mapping[str, Stream], **kwargs: Any) -> dict[str, Stream]:
-        """The program on streams that the caller holds: no split, no merge."""
-        return self._run(torch.compiler.is_compiling(), streams, kwargs)  # pyright: ignore[reportCallIssue]
-
-    def invert(self, streams: Mapping[str, Stream], **kwargs: Any) -> dict[str, Stream]:
-        """The program backwards on streams that the caller holds."""
-        return invert(self.updates(**kwargs), streams, policy=self.policy_for(streams))
-
-    # Under torch.compile(model) Dynamo sees the forward but not the backward. So the engine steps out of its sight and
-    # calls each fn through a torch.compile of its own, in both passes.
-    @torch.compiler.disable
-    def _run(self, compiling: bool, streams: Mapping[str, Stream], kwargs: dict[str, Any]) -> dict[str, Stream]:
-        through = self._through if compiling and not torch.compiler.is_exporting() else None
-        return execute(self.updates(**kwargs), streams, self.policy_for(streams), through)
-
-    def _through(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        known = self._compiled.get(id(fn))
-        if known is None or known[0] is not fn:
-            known = self._compiled[id(fn)] = (fn, torch.compile(fn))
-        return known[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_compiled": {}}  # type: ignore[misc]
-
 
 Split = Literal["duplicate"] | int
 Merge = Literal["mean", "sum", "concat"]
@@ -145,7 +54,9 @@ class ReversibleSequence(Reversible):
         policy: Policy = Reverse(),
     ) -> None:
         super().__init__(policy=policy)
-        self.blocks = nn.ModuleList(nn.ModuleList(_pair(index, block)) for index, block in enumerate(blocks))
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(_networks(index, block, "a pair (f, g)", 2)) for index, block in enumerate(blocks)
+        )
         if split != "duplicate" and (not isinstance(split, int) or isinstance(split, bool)):
             raise ValueError(f"split must be 'duplicate' or the dimension to halve, not {split!r}")
         if merge not in ("mean", "sum", "concat"):
@@ -162,32 +73,33 @@ class ReversibleSequence(Reversible):
         self.route = _checked_route(route, len(self.blocks))
         self.layer_dropout, self.reverse_above = layer_dropout, reverse_above
 
-    def updates(self, **kwargs: Any) -> Iterator[Update]:
-        taken: set[str] = set()
-        routed = []
-        for index, block in enumerate(self.blocks):
+    def updates(self, **kwargs: Any) -> Iterable[Update]:
+        routed = [(f, g, *self._keywords(index, f, g, kwargs)) for index, (f, g) in enumerate(self.pairs())]
+        refuse_unrouted(kwargs, {key for _, _, *given in routed for keywords in given for key in keywords}, self)
+        return self.coupled(routed)
+
+    def pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """The networks f and g of each block."""
+        for block in self.blocks:
             f, g = cast(nn.ModuleList, block)
-            for_f, for_g = (self._kwargs(name, fn, index, kwargs) for name, fn in (("f", f), ("g", g)))
-            taken |= for_f.keys() | for_g.keys()
-            routed.append((f, g, for_f, for_g))
-        _refuse_unrouted(kwargs, taken, self)
-        for f, g, for_f, for_g in self._chosen(routed):
+            yield f, g
+
+    def coupled(self, routed: list[tuple[nn.Module, nn.Module, Keywords, Keywords]]) -> Iterator[Update]:
+        """The updates of blocks with the keywords of f and of g, less those that layer dropout skips."""
+        if self.training and self.layer_dropout:
+            draws = torch.rand(len(routed)).tolist()
+            routed = [r for r, draw in zip(routed, draws, strict=True) if draw >= self.layer_dropout] or routed[:1]
+        for f, g, for_f, for_g in routed:
             yield Update("a", f, ("b",), self.join, for_f)
             yield Update("b", g, ("a",), self.join, for_g)
 
-    def _kwargs(self, name: str, fn: nn.Module, index: int, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keywords that f (or g) of one block gets."""
+    def _keywords(self, index: int, f: nn.Module, g: nn.Module, kwargs: Keywords) -> tuple[Keywords, Keywords]:
+        """The keywords that f and g of one block get."""
         if self.route is None:
-            return accepted(fn, kwargs)
-        routes = {key: where if isinstance(where, str) else where[index] for key, where in self.route.items()}
-        return {key: value for key, value in kwargs.items() if name in routes.get(key, "")}
-
-    def _chosen(self, blocks: list[Any]) -> list[Any]:
-        """Layer dropout: each block is skipped with that probability, and if all would be, the first stays."""
-        if not (self.training and self.layer_dropout):
-            return blocks
-        draws = torch.rand(len(blocks)).tolist()
-        return [block for block, draw in zip(blocks, draws, strict=True) if draw >= self.layer_dropout] or blocks[:1]
+            return accepted(f, kwargs), accepted(g, kwargs)
+        where = {key: route if isinstance(route, str) else route[index] for key, route in self.route.items()}
+        for_f, for_g = ({k: v for k, v in kwargs.items() if name in where.get(k, "")} for name in "fg")
+        return for_f, for_g
 
     def split(self, x: Stream) -> Mapping[str, Stream]:
         a, b = trees.halve(x, self.split_as) if isinstance(self.split_as, int) else (x, x)
@@ -224,6 +136,114 @@ class ReversibleSequence(Reversible):
         return self.policy if max(lengths, default=0) > self.reverse_above else Keep()
 
 
+Kind = Literal["self", "context", "other"]
+
+
+class DualModality(Reversible):
+    """Two modalities, each of two streams, that attend to themselves, to a context, and to each other.
+
+    Each block is four networks: f and g for the first modality (streams x1, x2), j and k for the second (m1, m2).
+    `kinds` says what a block does:
+
+    - "self": `x1 += f(x2)`, `x2 += g(x1)`, `m1 += j(m2)`, `m2 += k(m1)`;
+    - "context": the same, with `context` and `context_mask` for f and j;
+    - "other": `x1 += f(x2, m2)`, `x2 += g(x1)`, `m1 += j(m2, x2)`, `m2 += k(m1)`, where f and j get the mask of the
+      other modality as `context_mask`.
+
+    f and j also get the mask of their own modality as `mask`. Each network gets the keywords that its signature names.
+    The modalities may differ in length, width and dtype. For three modalities write `updates` in a `Reversible`.
+
+    >>> import retrograd as rg
+    >>> class Attend(nn.Module):
+    ...     def __init__(self, width, width_of_other):
+    ...         super().__init__()
+    ...         self.attention = nn.MultiheadAttention(width, 1, kdim=width_of_other, vdim=width_of_other)
+    ...     def forward(self, x, other):
+    ...         return self.attention(x, other, other)[0]
+    >>> net = rg.DualModality([(Attend(8, 4), nn.Linear(8, 8), Attend(4, 8), nn.Linear(4, 4))], ["other"])
+    >>> video, audio = net(torch.randn(5, 8), torch.randn(9, 4))
+    >>> video.shape, audio.shape
+    (torch.Size([5, 8]), torch.Size([9, 4]))
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[Sequence[nn.Module]],
+        kinds: Iterable[Kind],
+        *,
+        join: Join = Add(),
+        policy: Policy = Reverse(),
+    ) -> None:
+        super().__init__(policy=policy)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(_networks(index, block, "four networks (f, g, j, k)", 4))
+            for index, block in enumerate(blocks)
+        )
+        self.kinds = list(kinds)
+        if len(self.kinds) != len(self.blocks):
+            raise ValueError(f"DualModality: {len(self.kinds)} kinds for {len(self.blocks)} blocks")
+        for kind in self.kinds:
+            if kind not in ("self", "context", "other"):
+                raise ValueError(f"DualModality: a kind is 'self', 'context' or 'other', not {kind!r}")
+        self.join = join
+
+    def forward(self, x: Stream, m: Stream, **kwargs: Any) -> tuple[Stream, Stream]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Keywords: `context`, `context_mask`, `x_mask` (of the first modality), `m_mask` (of the second)."""
+        return super().forward((x, m), **kwargs)
+
+    def updates(
+        self, *, context: Any = None, context_mask: Any = None, x_mask: Any = None, m_mask: Any = None
+    ) -> Iterable[Update]:
+        updates = []
+        for kind, (f, g, j, k) in zip(self.kinds, self.networks(), strict=True):
+            for_f = self.keywords(kind, f, x_mask, m_mask, context, context_mask)
+            for_j = self.keywords(kind, j, m_mask, x_mask, context, context_mask)
+            of_other = kind == "other"
+            updates += [
+                Update("x1", f, ("x2", "m2") if of_other else ("x2",), self.join, for_f),
+                Update("x2", g, ("x1",), self.join),
+                Update("m1", j, ("m2", "x2") if of_other else ("m2",), self.join, for_j),
+                Update("m2", k, ("m1",), self.join),
+            ]
+        given = {"context": context, "context_mask": context_mask, "x_mask": x_mask, "m_mask": m_mask}
+        used = {id(value) for update in updates for value in update.kwargs.values()}
+        self.refuse({key: v for key, v in given.items() if v is not None and id(v) not in used})
+        return updates
+
+    def keywords(
+        self, kind: Kind, fn: nn.Module, mask: Any, other_mask: Any, context: Any, context_mask: Any
+    ) -> Keywords:
+        """What f (or j) gets in a block of this kind, with the masks of its own and of the other modality."""
+        given = {"mask": mask}
+        if kind == "context":
+            if context is None:
+                raise ValueError("DualModality: there are blocks of kind 'context', so context must be given")
+            given |= {"context": context, "context_mask": context_mask}
+        elif kind == "other":
+            given["context_mask"] = other_mask
+        return accepted(fn, {key: value for key, value in given.items() if value is not None})
+
+    def refuse(self, unused: Keywords) -> None:
+        """What to do with keywords that no network takes."""
+        refuse_unrouted(unused, set(), self)
+
+    def networks(self) -> Iterator[Sequence[nn.Module]]:
+        """The networks f, g, j, k of each block."""
+        for block in self.blocks:
+            yield [*cast(nn.ModuleList, block)]
+
+    def split(self, x: tuple[Stream, Stream]) -> Mapping[str, Stream]:
+        return {"x1": x[0], "x2": x[0], "m1": x[1], "m2": x[1]}
+
+    def merge(self, streams: Mapping[str, Stream]) -> tuple[Stream, Stream]:
+        return trees.mean(streams["x1"], streams["x2"]), trees.mean(streams["m1"], streams["m2"])
+
+    def unmerge(self, y: Any) -> Mapping[str, Stream]:
+        raise ValueError(
+            "DualModality returns the mean of two streams, which cannot be undone; use run() and invert() with both"
+        )
+
+
 class _Stack(Reversible):
     """What `Momentum` and `Midpoint` share: single functions in a row, keywords by signature."""
 
@@ -237,7 +257,7 @@ class _Stack(Reversible):
 
     def updates(self, **kwargs: Any) -> Iterator[Update]:
         routed = [(block, accepted(block, kwargs)) for block in self.blocks]
-        _refuse_unrouted(kwargs, {key for _, given in routed for key in given}, self)
+        refuse_unrouted(kwargs, {key for _, given in routed for key in given}, self)
         for index, (block, given) in enumerate(routed):
             yield from self.step(index, block, given)
 
@@ -321,68 +341,18 @@ class Residual(nn.Module):
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.block = block
+        self.module = block  # the name under which `accepted` looks through a wrapper
 
     def forward(self, x: Stream, **kwargs: Any) -> Stream:
-        return trees.map_tensors(torch.sub, self.block(x, **kwargs), x)
+        return trees.map_tensors(torch.sub, self.module(x, **kwargs), x)
 
 
-def accepted(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that a network names in its signature; all of them, if it takes `**kwargs`.
-
-    Compiled and wrapped modules are looked through.
-
-    >>> accepted(nn.Linear(2, 2), {"mask": None})
-    {}
-    """
-    if not kwargs:
-        return {}
-    names = _keywords(_signed(fn))
-    return dict(kwargs) if names is None else {key: value for key, value in kwargs.items() if key in names}
-
-
-def _signed(fn: Any) -> Callable[..., Any]:
-    """The function whose signature counts."""
-    while isinstance(fn, nn.Module):
-        if isinstance(fn, Residual):
-            fn = fn.block
-        elif isinstance(inner := getattr(fn, "_orig_mod", None), nn.Module):  # torch.compile
-            fn = inner
-        elif isinstance(inner := getattr(fn, "module", None), nn.Module) and _takes_anything(fn):  # DDP, AveragedModel
-            fn = inner
-        else:
-            return type(fn).forward if "forward" not in vars(fn) else fn.forward
-    return fn
-
-
-def _takes_anything(module: nn.Module) -> bool:
-    return _keywords(type(module).forward) is None
-
-
-@lru_cache(maxsize=1024)
-def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The keywords a function names; None if it takes any."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-
-
-def _refuse_unrouted(kwargs: Mapping[str, Any], taken: set[str], module: nn.Module) -> None:
-    for key in kwargs:
-        if key not in taken:
-            raise TypeError(
-                f"{type(module).__name__}: no network takes the keyword {key!r}; name it in a network's forward, or "
-                "give route={...} to say which network gets it"
-            )
-
-
-def _pair(index: int, block: Any) -> list[nn.Module]:
-    pair = list(block) if isinstance(block, (tuple, list, nn.ModuleList, nn.Sequential)) else None
-    if pair is None or len(pair) != 2 or not all(isinstance(fn, nn.Module) for fn in pair):
-        seen = type(block).__name__ if pair is None else f"{len(pair)} of {[type(fn).__name__ for fn in pair]}"
-        raise ValueError(f"block {index} must be a pair (f, g) of modules, not {seen}")
-    return pair
+def _networks(index: int, block: Any, expected: str, number: int) -> list[nn.Module]:
+    networks = list(block) if isinstance(block, (tuple, list, nn.ModuleList, nn.Sequential)) else None
+    if networks is None or len(networks) != number or not all(isinstance(fn, nn.Module) for fn in networks):
+        seen = [type(fn).__name__ for fn in networks] if networks is not None else type(block).__name__
+        raise ValueError(f"block {index} must be {expected} of modules, not {seen}")
+    return networks
 
 
 def _checked_route(route: Route | None, depth: int) -> Route | None:

@@ -1,0 +1,107 @@
+"""`Reversible`: the base of every module over the engine.
+
+A module is its updates, described anew at each call by `updates()`: so replacing, compiling, sharding or freezing a
+submodule just works, and dropping a layer is a plain `continue`. The recipes are in sequences.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .engine import execute, invert
+from .policies import Policy, Reverse
+from .streams import Stream
+from .update import Update
+
+
+def _undescribed(self: nn.Module, **kwargs: Any) -> Iterable[Update]:
+    """The program, for these keyword arguments. Called once per forward or inverse."""
+    raise NotImplementedError(f"{type(self).__name__} must define updates()")
+
+
+class Reversible(nn.Module):
+    """A module that is a program of updates. Subclass it, register your networks, and describe them in `updates`.
+
+    Called with a dict of streams, it returns the dict of streams after its updates; `inverse` goes back. Keyword
+    arguments go to `updates`. A subclass may define `split`, `merge`, `unmerge` and `unsplit` to take and return
+    something else.
+
+    >>> import retrograd as rg
+    >>> class Mine(rg.Reversible):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.f, self.g = nn.Linear(4, 4), nn.Linear(4, 4)
+    ...     def updates(self, **kwargs):
+    ...         yield rg.Update("a", self.f, "b")
+    ...         yield rg.Update("b", self.g, "a")
+    >>> net, x = Mine(), torch.randn(2, 4)
+    >>> out = net({"a": x, "b": x})
+    >>> torch.allclose(net.inverse(out)["a"], x, atol=1e-6)
+    True
+    """
+
+    policy: Policy
+
+    def __init__(self, *, policy: Policy | None = None) -> None:
+        super().__init__()
+        if policy is not None and not isinstance(policy, Policy):
+            raise TypeError(f"policy must be a Policy such as Reverse(), not {policy!r}")
+        self.policy = Reverse() if policy is None else policy
+        self._compiled: dict[int, tuple[Any, Any]] = {}  # see _through
+
+    updates: Callable[..., Iterable[Update]] = _undescribed  # like forward: a subclass chooses its keywords
+
+    def split(self, x: Any) -> Mapping[str, Stream]:
+        """The streams that an input becomes."""
+        return x
+
+    def merge(self, streams: Mapping[str, Stream]) -> Any:
+        """The output that the streams become."""
+        return streams
+
+    def unmerge(self, y: Any) -> Mapping[str, Stream]:
+        """The streams that `merge` made `y` from; where that cannot be known, a ValueError."""
+        return y
+
+    def unsplit(self, streams: Mapping[str, Stream]) -> Any:
+        """The input that `split` made these streams from."""
+        return streams
+
+    def policy_for(self, streams: Mapping[str, Stream]) -> Policy:
+        """The policy of a call on these streams."""
+        return self.policy
+
+    def forward(self, x: Any, **kwargs: Any) -> Any:
+        return self.merge(self.run(self.split(x), **kwargs))
+
+    def inverse(self, y: Any, **kwargs: Any) -> Any:
+        """The input that gave this output, in eval mode or without anything random."""
+        return self.unsplit(self.invert(self.unmerge(y), **kwargs))
+
+    def run(self, streams: Mapping[str, Stream], **kwargs: Any) -> dict[str, Stream]:
+        """The program on streams that the caller holds: no split, no merge."""
+        return self._run(torch.compiler.is_compiling(), streams, kwargs)  # pyright: ignore[reportCallIssue]
+
+    def invert(self, streams: Mapping[str, Stream], **kwargs: Any) -> dict[str, Stream]:
+        """The program backwards on streams that the caller holds."""
+        return invert(self.updates(**kwargs), streams, policy=self.policy_for(streams))
+
+    # Under torch.compile(model) Dynamo sees the forward but not the backward. So the engine steps out of its sight and
+    # calls each fn through a torch.compile of its own, in both passes.
+    @torch.compiler.disable
+    def _run(self, compiling: bool, streams: Mapping[str, Stream], kwargs: dict[str, Any]) -> dict[str, Stream]:
+        through = self._through if compiling and not torch.compiler.is_exporting() else None
+        return execute(self.updates(**kwargs), streams, self.policy_for(streams), through)
+
+    def _through(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        known = self._compiled.get(id(fn))
+        if known is None or known[0] is not fn:
+            known = self._compiled[id(fn)] = (fn, torch.compile(fn))
+        return known[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_compiled": {}}  # type: ignore[misc]
