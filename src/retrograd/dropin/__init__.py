@@ -39,9 +39,7 @@ class Installed:
     def __enter__(self) -> Installed:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         uninstall()
 
     def __repr__(self) -> str:
