@@ -11,8 +11,8 @@ The rules it keeps (the code cites them):
 R1   The target is not among the sources, every name exists, `fn` returns the target's structure and shapes; a stream
      keeps its dtype.
 R2   With grad disabled the program is the plain loop: no tape, no hooks, nothing recorded.
-R3   A replay sees what the forward saw: random numbers, autocast, `requires_grad` of the sources, training flags,
-     buffers and parameters. After it, each of these is what it was before it.
+R3   A replay sees what the forward saw: random numbers, autocast, training flags, parameters, buffers, and which
+     of its sources and parameters need gradients. After it, each of these is what it was before it.
 R4   Random state is recorded only where the forward moved it.
 R5   Autocast's weight cache is off inside the engine: it would hold a copy of every weight.
 R6   State belongs to the call, never to a module: any number of calls may await their backward.
@@ -118,7 +118,9 @@ def _keep(steps: list[Step], flat: Flat) -> None:
     """The plain loop."""
     for step in steps:
         sources, target = [flat[name] for name in step.update.sources], flat[step.update.target]
-        parts = running(step.index, step.update, functools.partial(step.call, sources, target), None)
+        call = functools.partial(step.call, sources, target)
+        # While torch.compile or torch.export traces, phase() is not kept: it would be a side effect of the graph.
+        parts = call() if torch.compiler.is_compiling() else running(step.index, step.update, call, None)
         flat[step.update.target] = step.join(target, parts)
 
 

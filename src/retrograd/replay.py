@@ -6,19 +6,21 @@ Autograd is not mentioned here: see engine.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from .streams import leaves_of, version, versions
-from .surroundings import Surroundings, restore, same, state
+from .surroundings import Surroundings, default_generators, restore, same, state
 from .update import Update
 
 T = TypeVar("T")
@@ -41,7 +43,8 @@ class _Frame:
     def __init__(self, phase: Phase, remembered: list[Any] | None) -> None:
         self.phase, self.remembered, self.recalled = phase, remembered, 0
 
-    def recall(self) -> Any:
+    def recall(self) -> tuple[Any, list[tuple[torch.Generator, Any]]]:
+        """What was remembered next in the forward: the value, and the generators it moved."""
         assert self.remembered is not None
         if self.recalled == len(self.remembered):
             raise RuntimeError(
@@ -71,6 +74,8 @@ def running(
         return function()
     except Exception as error:
         error.add_note(f"retrograd: in {update.label(index)}, {'replayed in the backward' if replaying else 'forward'}")
+        if "saved tensor hooks" in str(error):
+            error.add_note("retrograd: torch.func cannot run inside a reversed update; give this one policy=Keep()")
         raise
     finally:
         _frames.stack.pop()
@@ -106,42 +111,61 @@ def remember(compute: Callable[[], T]) -> T:
     # The outermost replay decides: what runs inside it, forward or backward, must repeat what ran then.
     recalled = [frame.recall() for frame in frames if frame.phase.replaying]
     if recalled:
-        value = recalled[0]
+        value, drawn = recalled[0]
+        for generator, after in drawn:
+            restore(generator, after)
     else:
+        drawing = default_generators()
+        before = [state(generator) for generator in drawing]
         with torch.no_grad():
             value = compute()
+        # What is drawn next must be drawn from here in the replay too.
+        drawn = [(g, state(g)) for g, seen in zip(drawing, before, strict=True) if not same(state(g), seen)]
     for frame in frames:
         if not frame.phase.replaying:
-            frame.remembered.append(value)  # type: ignore[union-attr]
+            frame.remembered.append((value, drawn))  # type: ignore[union-attr]
     return value
 
 
 class Call:
     """What one call of `fn` depended on besides its sources and the surroundings."""
 
-    __slots__ = ("index", "update", "surroundings", "remembered", "random", "modules", "buffers", "watched", "versions")
+    __slots__ = (
+        "index",
+        "update",
+        "surroundings",
+        "remembered",
+        "random",
+        "modules",
+        "moved",
+        "grads",
+        "read",
+        "versions",
+    )
 
     def __init__(self, index: int, update: Update, surroundings: Surroundings) -> None:
         self.index, self.update, self.surroundings = index, update, surroundings
         self.remembered: list[Any] = []
         self.random: list[tuple[torch.Generator, Any]] = []  # generators the forward moved, and from which state (R4)
-        self.modules: list[tuple[nn.Module, bool, dict[str, Any]]] = []  # their training flags and parameters
-        self.buffers: list[tuple[nn.Module, dict[str, Tensor | None]]] = []  # copies from before, where they moved
-        self.watched: list[Tensor] = []  # what must not change until the replay (R7),
+        self.modules: list[tuple[nn.Module, bool, dict[str, Any], dict[str, Any]]] = []  # flag, parameters, buffers
+        self.moved: list[tuple[nn.Module, dict[str, Tensor | None]]] = []  # copies of buffers that the forward moved
+        self.grads: list[tuple[Tensor, bool]] = []  # which of the tensors that fn reads need gradients
+        self.read: list[Tensor] = []  # what must not change until the replay (R7),
         self.versions: list[int | None] = []  # and at which version it was
 
     def forward(self, function: Callable[[], T]) -> tuple[T, bool]:
-        """Run `fn` for the first time and note what it depends on; also whether a replay will be possible."""
-        modules, captured, direct = reach(self.update.fn)
-        self.modules = [(module, module.training, module._parameters.copy()) for module in modules]
-        self.watched = captured + (leaves_of(self.update.kwargs, Tensor) if self.update.kwargs else [])
-        if direct:
-            self.watched += [p for module in modules for p in module._parameters.values() if p is not None]
-        self.versions = versions(self.watched)
-        before = [(module, _snapshot(module)) for module in modules if module._buffers]
-        generators = self.surroundings.generators
-        if self.update.kwargs:
-            generators = generators + leaves_of(self.update.kwargs, torch.Generator)
+        """Run `fn` for the first time and note what it depends on; also whether it can be replayed."""
+        reached = reach(self.update.fn, self.update.kwargs)
+        if any(isinstance(module, LazyModuleMixin) for module in reached.modules):
+            return running(self.index, self.update, function, None), False  # its weights are not there yet
+        self.modules = [(m, m.training, m._parameters.copy(), m._buffers.copy()) for m in reached.modules]
+        parameters = [p for m in reached.modules for p in m._parameters.values() if p is not None]
+        self.grads = [(tensor, tensor.requires_grad) for tensor in reached.tensors + parameters]
+        # A closure may show more modules than fn reads, and those may well change: watch only what fn itself is.
+        self.read = reached.tensors + parameters if reached.direct else reached.tensors
+        self.versions = versions(self.read)
+        before = [(module, _snapshot(module)) for module in reached.modules if module._buffers]
+        generators = self.surroundings.generators + reached.generators
         states = [state(generator) for generator in generators]
 
         out = running(self.index, self.update, function, self.remembered)
@@ -152,28 +176,26 @@ class Call:
                 f"{self.update.label(self.index)}: fn changes {changed} in place, and a replay would change it again; "
                 "return what is new, hold it in a buffer, or give this update policy=Keep()"
             )
-        replayable = [self._settle(module, buffers, direct) for module, buffers in before]
+        replayable = [self._settle(module, buffers, reached.direct) for module, buffers in before]
         return out, all(replayable)
 
-    def _settle(
-        self, module: nn.Module, before: dict[str, tuple[Tensor, int | None, Tensor | None] | None], direct: bool
-    ) -> bool:
+    def _settle(self, module: nn.Module, before: dict[str, Any], direct: bool) -> bool:
         """After the forward: keep the copies of buffers that moved. False where they moved and no copy was taken."""
-        moved = any(
-            module._buffers.get(name) is not (seen and seen[0]) or (seen is not None and version(seen[0]) != seen[1])
-            for name, seen in before.items()
-        )
-        if moved and module not in _steady:
-            self.buffers.append((module, {name: seen and seen[2] for name, seen in before.items()}))
-        elif moved:
-            _steady.discard(module)
-            return False
+        still = _still[module.training]
+        if any(
+            module._buffers.get(name) is not buffer or (buffer is not None and version(buffer) != seen)
+            for name, (buffer, seen, _) in before.items()
+        ):
+            self.moved.append((module, {name: copy for name, (_, _, copy) in before.items()}))
+            if module in still:
+                still.discard(module)
+                return False
         else:
-            _steady.add(module)
+            still.add(module)
             if direct:
-                still = [seen[0] for seen in before.values() if seen is not None]
-                self.watched = self.watched + still
-                self.versions = self.versions + versions(still)
+                buffers = [buffer for buffer, _, _ in before.values() if buffer is not None]
+                self.read = self.read + buffers
+                self.versions = self.versions + versions(buffers)
         return True
 
     def replay(self, function: Callable[[], T]) -> T:
@@ -185,23 +207,20 @@ class Call:
             )
         now = [(generator, state(generator)) for generator, _ in self.random]
         flipped: list[nn.Module] = []
+        frozen = [tensor for tensor, needed in self.grads if tensor.requires_grad != needed and tensor.is_leaf]
         swapped: list[tuple[dict[str, Any], str, Any]] = []
         try:
-            for module, training, parameters in self.modules:
+            for tensor in frozen:
+                tensor.requires_grad_(not tensor.requires_grad)
+            for module, training, parameters, buffers in self.modules:
                 if module.training != training:
                     flipped.append(module)
                     module.training = training
-                for name, parameter in parameters.items():
-                    current = module._parameters.get(name)
-                    # Other weights than in the forward (functional_call). DTensors are left to FSDP2, which exchanges
-                    # sharded and whole parameters by itself.
-                    if current is not parameter and not _is_dtensor(current) and not _is_dtensor(parameter):
-                        swapped.append((module._parameters, name, current))
-                        module._parameters[name] = parameter
-            for module, buffers in self.buffers:
-                for name, buffer in buffers.items():
-                    swapped.append((module._buffers, name, module._buffers.get(name)))
-                    module._buffers[name] = None if buffer is None else buffer.clone()
+                for where, then in ((module._parameters, parameters), (module._buffers, buffers)):
+                    _exchange(where, then, swapped)  # others than in the forward: functional_call
+            for module, copies in self.moved:
+                fresh = {name: None if copy is None else copy.clone() for name, copy in copies.items()}
+                _exchange(module._buffers, fresh, swapped)
             for generator, seen in self.random:
                 restore(generator, seen)
             return self.surroundings.run(
@@ -214,97 +233,135 @@ class Call:
                 where[name] = tensor
             for module in flipped:
                 module.training = not module.training
+            for tensor in frozen:
+                tensor.requires_grad_(not tensor.requires_grad)
 
     def _changed(self) -> str | None:
         """What has changed in place of all that `fn` reads, in words."""
-        now = versions(self.watched)
+        now = versions(self.read)
         if now == self.versions:
             return None
-        tensor = next(t for t, a, b in zip(self.watched, now, self.versions, strict=True) if a != b)
+        tensor = next(t for t, a, b in zip(self.read, now, self.versions, strict=True) if a != b)
         return f"{self._named(tensor)} of shape {tuple(tensor.shape)}"
 
     def _named(self, tensor: Tensor) -> str:
         for key, value in self.update.kwargs.items():
             if any(leaf is tensor for leaf in leaves_of(value, Tensor)):
                 return f"its keyword {key!r}"
-        for module, _, parameters in self.modules:
-            for kind, members in (("parameter", parameters), ("buffer", module._buffers)):
+        for module, _, parameters, buffers in self.modules:
+            for kind, members in (("parameter", parameters), ("buffer", buffers)):
                 for name, member in members.items():
                     if member is tensor:
                         return f"the {kind} {name!r} of {type(module).__name__}"
         return "a captured tensor"
 
 
-# Modules whose buffers have not moved in a call: theirs are not copied beforehand. A wrong guess costs memory once (see
-# Call._settle), never a wrong gradient.
-_steady: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Modules whose buffers did not move in their last call, in training and not: theirs are not copied beforehand. A wrong
+# guess costs memory once (see Call._settle), never a wrong gradient.
+_still: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), False: weakref.WeakSet()}
 
 
-def reach(fn: Any) -> tuple[list[nn.Module], list[Tensor], bool]:
-    """The modules and tensors that a callable can be seen to use, and whether it is itself a module.
+class Reached:
+    """The modules, tensors and generators that a call can be seen to use."""
 
-    A module is searched whole. A function is searched through its closure, its globals, its partial arguments and the
-    object it is bound to; what it finds elsewhere (in attributes of other objects) stays unseen.
-    """
-    modules: list[nn.Module] = []
-    if isinstance(fn, nn.Module):
-        _walk(fn, modules)
-        return modules, [], True
-    found: list[Tensor] = []
-    seen: set[int] = set()
+    __slots__ = ("modules", "tensors", "generators", "direct", "_seen")
 
-    def look(value: Any) -> None:
-        if id(value) in seen:
+    def __init__(self, direct: bool) -> None:
+        self.modules: list[nn.Module] = []
+        self.tensors: list[Tensor] = []
+        self.generators: list[torch.Generator] = []
+        self.direct = direct
+        self._seen: set[int] = set()
+
+    def walk(self, module: nn.Module) -> None:
+        # `_modules`, `_parameters` and `_buffers` instead of the public generators: ten times faster, and parameters
+        # can be exchanged for plain tensors. tests/test_replay.py fails when they change.
+        self.modules.append(module)
+        for value in module.__dict__.values():
+            if type(value) is torch.Generator:
+                self.generators.append(value)
+            elif type(value) is Tensor and self.direct:
+                self.tensors.append(value)
+        for child in module._modules.values():
+            if child is not None:
+                self.walk(child)
+
+    def look(self, value: Any, depth: int = 5) -> None:
+        """Follow closures, globals, defaults, partial arguments, bound objects, containers and their like."""
+        if depth == 0 or value is None or id(value) in self._seen:
             return
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            _walk(value, modules)
-        elif isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                look(item)
-        elif isinstance(value, dict):
-            for item in value.values():
-                look(item)
-        elif isinstance(value, functools.partial):
-            look((value.func, value.args, value.keywords))
-        elif isinstance(value, types.MethodType):
-            look((value.__self__, value.__func__))
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+        elif isinstance(value, nn.Module):
+            self.walk(value)
+        elif isinstance(value, torch.Generator):
+            self.generators.append(value)
+        elif isinstance(value, (str, int, float, type, types.ModuleType, types.BuiltinFunctionType)):
+            return
         elif isinstance(value, types.FunctionType):
-            if not value.__module__ or value.__module__.split(".")[0] == "torch":
-                look(getattr(value, "__wrapped__", None))
-                return
-            for cell in value.__closure__ or ():
-                try:
-                    look(cell.cell_contents)
-                except ValueError:  # a cell that is still empty
-                    continue
-            for name in value.__code__.co_names:
-                if isinstance(value.__globals__.get(name), (nn.Module, Tensor, types.FunctionType)):
-                    look(value.__globals__[name])
-            look(getattr(value, "__wrapped__", None))
-        elif value is fn and hasattr(value, "__dict__"):  # a callable object
-            look(vars(value))
-
-    look(fn)
-    return modules, found, False
-
-
-def _walk(module: nn.Module, found: list[nn.Module]) -> None:
-    # `_modules`, `_parameters` and `_buffers` instead of the public generators: ten times faster, and parameters can
-    # be exchanged for plain tensors. tests/test_replay.py fails when they change.
-    found.append(module)
-    for child in module._modules.values():
-        if child is not None:
-            _walk(child, found)
+            for inner in _used_by(value):
+                self.look(inner, depth - 1)
+        elif isinstance(value, types.MethodType):
+            self.look(value.__self__, depth)
+            self.look(value.__func__, depth)
+        elif isinstance(value, functools.partial):
+            for inner in (value.func, *value.args, *value.keywords.values()):
+                self.look(inner, depth)
+        elif isinstance(value, (list, tuple, set)):
+            for inner in value:
+                self.look(inner, depth - 1)
+        elif isinstance(value, dict):
+            for inner in value.values():
+                self.look(inner, depth - 1)
+        elif hasattr(value, "__dict__"):
+            for inner in vars(value).values():
+                self.look(inner, depth - 1)
 
 
-def _snapshot(module: nn.Module) -> dict[str, tuple[Tensor, int | None, Tensor | None] | None]:
+def reach(fn: Any, kwargs: Mapping[str, Any]) -> Reached:
+    """What a call of `fn` can be seen to use. A module is searched whole; a function as far as it shows."""
+    reached = Reached(direct=isinstance(fn, nn.Module))
+    if reached.direct:
+        reached.walk(fn)
+    else:
+        reached.look(fn)
+    for value in kwargs.values():
+        reached.look(value)
+    return reached
+
+
+def _used_by(function: types.FunctionType) -> Iterator[Any]:
+    """The objects that a function refers to."""
+    yield getattr(function, "__wrapped__", None)
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            yield cell.cell_contents
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, (nn.Module, Tensor, torch.Generator, types.FunctionType)):
+            yield value
+
+
+def _exchange(where: dict[str, Any], others: dict[str, Any], swapped: list[tuple[dict[str, Any], str, Any]]) -> None:
+    """Put other parameters or buffers into a module, and note those that were there."""
+    for name, other in others.items():
+        current = where.get(name)
+        # DTensors are left to FSDP2, which exchanges sharded and whole parameters by itself.
+        if current is not other and not _is_dtensor(current) and not _is_dtensor(other):
+            swapped.append((where, name, current))
+            where[name] = other
+
+
+def _snapshot(module: nn.Module) -> dict[str, tuple[Tensor | None, int | None, Tensor | None]]:
     """Each buffer of one module, its version, and a copy unless the module is known to leave its buffers alone."""
-    copy = module not in _steady
+    copy = module not in _still[module.training]
     return {
-        name: None if buffer is None else (buffer, version(buffer), buffer.detach().clone() if copy else None)
+        name: (None, None, None)
+        if buffer is None
+        else (buffer, version(buffer), buffer.detach().clone() if copy else None)
         for name, buffer in module._buffers.items()
     }
 

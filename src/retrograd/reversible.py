@@ -45,6 +45,9 @@ class Reversible(nn.Module):
     """
 
     policy: Policy
+    compile_options: Mapping[
+        str, Any
+    ] = {}  # for torch.compile of each fn, when torch.compile(model) compiles the module
 
     def __init__(self, *, policy: Policy | None = None) -> None:
         super().__init__()
@@ -84,7 +87,10 @@ class Reversible(nn.Module):
 
     def run(self, streams: Mapping[str, Stream], **kwargs: Any) -> dict[str, Stream]:
         """The program on streams that the caller holds: no split, no merge."""
-        return self._run(torch.compiler.is_compiling(), streams, kwargs)  # pyright: ignore[reportCallIssue]
+        compiling = torch.compiler.is_compiling()
+        if compiling and (torch.compiler.is_exporting() or not torch.is_grad_enabled()):
+            return execute(self.updates(**kwargs), streams, self.policy_for(streams))  # the plain loop: traced whole
+        return self._run(compiling, streams, kwargs)  # pyright: ignore[reportCallIssue]
 
     def invert(self, streams: Mapping[str, Stream], **kwargs: Any) -> dict[str, Stream]:
         """The program backwards on streams that the caller holds."""
@@ -94,13 +100,15 @@ class Reversible(nn.Module):
     # calls each fn through a torch.compile of its own, in both passes.
     @torch.compiler.disable
     def _run(self, compiling: bool, streams: Mapping[str, Stream], kwargs: dict[str, Any]) -> dict[str, Stream]:
-        through = self._through if compiling and not torch.compiler.is_exporting() else None
-        return execute(self.updates(**kwargs), streams, self.policy_for(streams), through)
+        return execute(self.updates(**kwargs), streams, self.policy_for(streams), self._through if compiling else None)
 
     def _through(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         known = self._compiled.get(id(fn))
         if known is None or known[0] is not fn:
-            known = self._compiled[id(fn)] = (fn, torch.compile(fn))
+            known = (fn, torch.compile(fn, **self.compile_options))
+        while len(self._compiled) > 4096:  # functions made anew at each call would gather here
+            self._compiled.pop(next(iter(self._compiled)))
+        self._compiled[id(fn)] = known
         return known[1]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class Surroundings:
         self.kinds = sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
         self.autocast = _autocast(self.kinds)
         self.attention = _attention()
-        self.generators = generators(devices)
+        self.generators = default_generators(devices)
 
     def run(self, function: Callable[[], T]) -> T:
         """Call `function` in these surroundings, whatever surrounds this call; autocast's weight cache is off (R5)."""
@@ -69,7 +69,7 @@ def _set_attention(allowed: tuple[bool, bool, bool, bool]) -> None:
         allow(enabled)
 
 
-def generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
+def default_generators(devices: Iterable[torch.device] = ()) -> list[torch.Generator]:
     """The default generators of the CPU and of every accelerator in play, the current one included."""
     found = [torch.default_generator]
     if torch.cuda.is_initialized():
@@ -109,7 +109,7 @@ def restore(generator: torch.Generator, state: Any) -> None:
 @contextmanager
 def no_random_numbers(what: str, tensors: Iterable[Tensor]) -> Iterator[None]:
     """Refuse what draws random numbers inside: they would be other numbers than those of the forward."""
-    watched = generators({tensor.device for tensor in tensors})
+    watched = default_generators({tensor.device for tensor in tensors})
     before = [state(generator) for generator in watched]
     yield
     if not all(same(state(generator), seen) for generator, seen in zip(watched, before, strict=True)):

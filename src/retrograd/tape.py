@@ -7,14 +7,16 @@ this is all the autograd code there is; the rules cited here are listed there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
 from .replay import Call
@@ -25,21 +27,30 @@ from .update import Step
 Flat = dict[str, list[Tensor]]
 """The tensors of each stream. The dict changes as a program runs; the lists in it never do."""
 
-Slot = tuple[torch.Size, torch.dtype, torch.device, int | None]
-"""What is known of a saved tensor: shape, dtype, device, and for some weights the version."""
+Slot = tuple[torch.Size, torch.dtype, torch.device]
+"""What forward and replay must agree on for each saved tensor (R7)."""
+
+Mark = tuple[int, int | None]
+"""Which tensor a saved one is, or is a view of, and its version: the same tensor must have the same version (R7)."""
+
+Saved = tuple[Tensor, int | None]
+"""A saved tensor and its version when it was saved."""
 
 
 class Entry:
     """A step on a tape: what its replay needs, and what its replay must save."""
 
-    __slots__ = ("step", "call", "direct", "source_grads", "target_grads", "slots", "fn_slots", "kept")
+    __slots__ = ("step", "call", "source_grads", "target_grads", "slots", "marks", "fn_slots", "live", "kept")
 
     def __init__(self, step: Step, surroundings: Surroundings) -> None:
         self.step = step
         self.call = Call(step.index, step.update, surroundings)
-        self.direct = isinstance(step.update.fn, nn.Module)
         self.slots: list[Slot] = []
-        self.kept: list[Tensor] | None = None
+        self.marks: list[Mark] = []
+        self.live: list[Tensor] = []  # what is saved while fn runs: it may differentiate inside
+        self.kept: tuple[list[Tensor], list[list[Tensor]]] | None = (
+            None  # saved tensors and outputs, if no replay can be
+        )
 
     def run(self, flat: Flat, unpack: Callable[[int], Tensor]) -> None:
         """The update, inside hooks that store slot numbers in place of tensors."""
@@ -47,79 +58,99 @@ class Entry:
         sources, target = [flat[name] for name in update.sources], flat[update.target]
         self.source_grads = [[leaf.requires_grad for leaf in leaves] for leaves in sources]
         self.target_grads = [leaf.requires_grad for leaf in target]
-        known = {id(leaf) for leaves in sources for leaf in leaves}
-        saved: list[Tensor] = []
+        streams = _bases(sources)
 
         def pack(tensor: Tensor) -> int:
-            saved.append(tensor)  # alive until fn returns, as it will be in the replay
-            self.slots.append(self.describe(tensor, known))
-            return len(saved) - 1
+            self.live.append(tensor)  # until fn returns, as it will be in the replay
+            self.slots.append((tensor.shape, tensor.dtype, tensor.device))
+            self.marks.append(_mark(tensor, streams))
+            return len(self.live) - 1
 
         try:
             with saved_tensors_hooks(pack, unpack):
                 parts, replayable = self.call.forward(lambda: step.call(sources, target))
-                self.fn_slots = len(saved)
+                self.fn_slots = len(self.live)
                 flat[update.target] = step.join(target, parts)
             if not replayable:
-                self.kept = [tensor.detach() for tensor in saved]
+                self.kept = [t.detach() for t in self.live], [[leaf.detach() for leaf in part] for part in parts]
         finally:
-            saved.clear()  # the graph holds the hooks, and so this list: tensors in it would never die
+            self.live.clear()  # the graph holds the hooks, and so this list: tensors in it would never die
 
-    def replay(self, streams: Flat, *, undone: bool = False) -> tuple[list[Tensor | None], list[Tensor]]:
+    def replay(self, streams: Flat, *, undone: bool = False) -> tuple[list[Saved | None], list[Tensor]]:
         """Run `fn` again: what it saves, and the target as it was before the update (`undone`: it is that already)."""
         step, update = self.step, self.step.update
         target = streams[update.target]
-        sources = [
-            [leaf.detach().requires_grad_(needs) for leaf, needs in zip(streams[name], flags, strict=True)]
-            for name, flags in zip(update.sources, self.source_grads, strict=True)
-        ]
-        known = {id(leaf) for leaves in sources for leaf in leaves}
-        saved: list[Tensor | None] = []
-        slots = []
+        if self.kept is not None:
+            saved, parts = self.kept
+            return [(tensor, version(tensor)) for tensor in saved], step.unjoin(target, parts)
+        sources = [_fresh(streams[name], needs) for name, needs in zip(update.sources, self.source_grads, strict=True)]
+        known = _bases(sources)
+        captured: list[Saved | None] = []
+        slots: list[Slot] = []
+        marks: list[Mark] = []
 
-        def capture(tensor: Tensor) -> None:
-            slots.append(self.describe(tensor, known))
-            saved.append(tensor.detach())  # detached: the graph of the replay must die with the replay
+        def capture(tensor: Tensor) -> int:
+            slots.append((tensor.shape, tensor.dtype, tensor.device))
+            marks.append(_mark(tensor, known))
+            captured.append((tensor.detach(), version(tensor)))  # detached: the graph of the replay must die with it
+            return len(captured) - 1
 
-        with torch.enable_grad(), saved_tensors_hooks(capture, _never_unpacked):
+        with torch.enable_grad(), saved_tensors_hooks(capture, lambda slot: _unspoiled(captured[slot], self)):
             parts = self.call.replay(lambda: step.call(sources, target))
             with torch.no_grad():
                 before = target if undone else step.unjoin(target, parts)
             if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what
-                leaves = [
-                    leaf.detach().requires_grad_(needs) for leaf, needs in zip(before, self.target_grads, strict=True)
-                ]
-                step.join(leaves, parts)
-        self.verify(slots)
-        return saved, before
+                step.join(_fresh(before, self.target_grads), parts)
+        self.verify(slots, marks)
+        return captured, before
 
-    def describe(self, tensor: Tensor, streams: set[int]) -> Slot:
-        """What forward and replay must agree on (R7). For weights that no module of ours shows, also the version."""
-        seen = None
-        if not self.direct:
-            base = tensor if tensor._base is None else tensor._base
-            if isinstance(base, nn.Parameter) and id(base) not in streams:
-                seen = version(base)
-        return tensor.shape, tensor.dtype, tensor.device, seen
-
-    def verify(self, replayed: list[Slot]) -> None:
-        """R7: the replay saved what the forward saved."""
-        if replayed == self.slots:
-            return
-        label = self.step.update.label(self.step.index)
-        if [slot[:3] for slot in replayed] == [slot[:3] for slot in self.slots]:
-            raise RuntimeError(f"{label}: a weight was changed in place between the forward and the backward")
+    def verify(self, slots: list[Slot], marks: list[Mark]) -> None:
+        """R7: the replay saved what the forward saved, and what is still the same tensor has not changed."""
+        if slots == self.slots:
+            if all(now == then or now[0] != then[0] for now, then in zip(marks, self.marks, strict=True)):
+                return
+            raise RuntimeError(f"{self}: a tensor that fn reads was changed in place between forward and backward")
         differing = [
             f"saved tensor {i} was {tuple(a[0])} {a[1]} on {a[2]}, now {tuple(b[0])} {b[1]} on {b[2]}"
-            for i, (a, b) in enumerate(zip(self.slots, replayed, strict=False))
-            if a[:3] != b[:3]
+            for i, (a, b) in enumerate(zip(self.slots, slots, strict=False))
+            if a != b
         ]
         raise RuntimeError(
-            f"{label} is not deterministic: its replay saved {len(replayed)} tensors, its forward {len(self.slots)}"
+            f"{self} is not deterministic: its replay saved {len(slots)} tensors, its forward {len(self.slots)}"
             + (f" ({differing[0]})" if differing else "")
             + ". fn must do the same in both passes: take choices that depend on the data through remember(), avoid "
             "state outside parameters and buffers, or give this update policy=Keep()"
         )
+
+    def __str__(self) -> str:
+        return self.step.update.label(self.step.index)
+
+
+def _fresh(leaves: list[Tensor], needs: list[bool]) -> list[Tensor]:
+    """The same values as new leaves of a graph."""
+    return [leaf.detach().requires_grad_(needed) for leaf, needed in zip(leaves, needs, strict=True)]
+
+
+def _bases(sources: list[list[Tensor]]) -> set[int]:
+    return {id(leaf if leaf._base is None else leaf._base) for leaves in sources for leaf in leaves}
+
+
+def _mark(tensor: Tensor, streams: set[int]) -> Mark:
+    """Which tensor this is a view of, and its version. Streams are reconstructed, so theirs says nothing."""
+    base = tensor if tensor._base is None else tensor._base
+    return (0, None) if id(base) in streams else (id(base), version(base))
+
+
+def _unspoiled(saved: Saved | None, entry: Entry) -> Tensor:
+    """A saved tensor, if nobody has changed it in place since it was saved: what autograd demands."""
+    assert saved is not None
+    tensor, seen = saved
+    if version(tensor) != seen:
+        raise RuntimeError(
+            f"{entry}: a tensor that fn saved for its backward was changed in place afterwards "
+            f"(shape {tuple(tensor.shape)}, version {version(tensor)}, expected {seen})"
+        )
+    return tensor
 
 
 class Tape:
@@ -162,9 +193,9 @@ class Tape:
 
     def serve(self, position: int, slot: int) -> Tensor:
         """The saved tensor that autograd asks for."""
-        kept = self.entries[position].kept
-        if kept is not None:
-            return kept[slot]
+        entry = self.entries[position]
+        if entry.live:
+            return entry.live[slot]
         reversal = self.passes.get(_current_pass())
         if reversal is None:
             reversal = self.begin(self._finals(position), again=False)
@@ -172,10 +203,9 @@ class Tape:
 
     def _finals(self, position: int) -> list[Tensor]:
         """The final streams, for a pass that has not come through the exit: there after `create_graph` only (R12)."""
-        step = self.entries[position].step
         if self.finals is None or _current_pass() == -1:
             raise RuntimeError(
-                f"{step.update.label(step.index)}: a saved tensor was asked for by a backward pass that did not begin "
+                f"{self.entries[position]}: a saved tensor was asked for by a backward pass that did not begin "
                 "after the reversible program, so there is nothing to reconstruct it from; differentiate something "
                 "computed from the program's outputs, or give this update policy=Keep()"
             )
@@ -191,7 +221,7 @@ class Reversal:
     def __init__(self, entries: list[Entry], streams: Flat) -> None:
         self.entries, self.streams = entries, streams
         self.position = len(entries)  # every update from here on is undone in `streams`
-        self.captured: dict[int, list[Tensor | None]] = {}
+        self.captured: dict[int, list[Saved | None]] = {}
         self.lock = threading.RLock()  # autograd runs one thread per device
 
     def serve(self, position: int, slot: int) -> Tensor:
@@ -200,40 +230,40 @@ class Reversal:
             while self.position > position:
                 self._forget(self.entries[position].slots[slot][2])
                 self._step_back()
-            tensors = self.captured.get(position)
-            if tensors is None or tensors[slot] is None:
-                tensors = self._again(position)
-            tensor, tensors[slot] = tensors[slot], None
-            assert tensor is not None
-            return tensor
+            captured = self.captured.get(position)
+            if captured is None or captured[slot] is None:
+                captured = self._again(position)
+            saved, captured[slot] = captured[slot], None
+            return _unspoiled(saved, self.entries[position])
 
     def _step_back(self) -> None:
         """Reverse one update."""
         entry = self.entries[self.position - 1]
-        saved, before = entry.replay(self.streams)
+        with _outside_transforms():
+            captured, before = entry.replay(self.streams)
         self.streams[entry.step.update.target] = before
         self.position -= 1
-        self.captured[self.position] = saved
+        self.captured[self.position] = captured
 
     def _forget(self, device: torch.device) -> None:
         """Drop what later updates saved on this device and nobody took.
 
         Autograd runs the nodes of one device from the last to the first, so none of it will be asked for any more.
         """
-        for position, tensors in list(self.captured.items()):
-            left = [None if tensor is None or tensor.device == device else tensor for tensor in tensors]
-            if any(tensor is not None for tensor in left):
+        for position, captured in list(self.captured.items()):
+            left = [None if saved is None or saved[0].device == device else saved for saved in captured]
+            if any(saved is not None for saved in left):
                 self.captured[position] = left
             else:
                 del self.captured[position]
 
-    def _again(self, position: int) -> list[Tensor | None]:
+    def _again(self, position: int) -> list[Saved | None]:
         """A second time in one pass (a custom function that reads `ctx.saved_tensors` twice): replay once more."""
         entry = self.entries[position]
         if position != self.position:
             raise RuntimeError(
-                f"{entry.step.update.label(entry.step.index)}: a saved tensor was asked for twice in one backward "
-                "pass, the second time after the pass had gone on"
+                f"{entry}: a saved tensor was asked for twice in one backward pass, the second time after the pass "
+                "had gone on"
             )
         self.captured[position], _ = entry.replay(self.streams, undone=True)
         return self.captured[position]
@@ -257,10 +287,6 @@ class Exit(torch.autograd.Function):
         return (None, *(next(rest) if needed else None for needed in ctx.needs_input_grad[1:]))
 
 
-def _never_unpacked(_: Any) -> Tensor:
-    raise AssertionError("the graph of a replay is never run backwards")
-
-
 # What torch has no public name for. tests/test_tape.py fails when one of these changes.
 
 
@@ -271,3 +297,17 @@ def _current_pass() -> int:
 
 def _at_end_of_pass(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@contextlib.contextmanager
+def _outside_transforms() -> Iterator[None]:
+    """Out of any vmap: a backward may run inside one (is_grads_batched), its replays must not."""
+    levels = torch._C._vmapmode_increment_nesting() - 1  # the older vmap, which torch.autograd still uses
+    for _ in range(levels + 1):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(levels):
+            torch._C._vmapmode_increment_nesting()
