@@ -14,7 +14,7 @@ demo: .venv/installed
 	$(BIN)/python examples/quickstart.py
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: .venv/installed
 	$(BIN)/ruff check .

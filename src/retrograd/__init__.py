@@ -1,7 +1,8 @@
 """retrograd: reversible networks for PyTorch. Any depth in the activation memory of one layer, with right gradients."""
 
+from .alarms import DriftWarning, last_drift
 from .engine import invert, run
-from .joins import Add, Affine, Join, Scale
+from .joins import Add, Affine, ExactAdd, Join, Scale
 from .policies import Keep, Policy, Reverse
 from .replay import Phase, phase, remember
 from .reversible import Reversible
@@ -13,7 +14,9 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Add",
     "Affine",
+    "DriftWarning",
     "DualModality",
+    "ExactAdd",
     "Join",
     "Keep",
     "Midpoint",
@@ -26,6 +29,7 @@ __all__ = [
     "Scale",
     "Update",
     "invert",
+    "last_drift",
     "phase",
     "remember",
     "run",

@@ -35,6 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .alarms import RangeAlarms
+from .joins import ExactAdd
 from .policies import Policy, Reverse
 from .replay import running
 from .streams import Stream, Structure, flatten, leaves_of, unflatten
@@ -74,7 +76,7 @@ def invert(
     """
     backwards = [update.inverse() for update in reversed(program(updates, streams))]
     with no_random_numbers("invert", leaves_of(dict(streams), Tensor)):
-        return execute(backwards, streams, policy)
+        return execute(backwards, streams, policy, insist=True)
 
 
 def execute(
@@ -82,8 +84,9 @@ def execute(
     streams: Mapping[str, Stream],
     policy: Policy,
     through: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    insist: bool = False,
 ) -> dict[str, Stream]:
-    """`run`, with each `fn` called as `through(fn)`."""
+    """`run`, with each `fn` called as `through(fn)`. `insist`: raise here if a stream leaves the range of its join."""
     if not isinstance(policy, Policy):
         raise TypeError(f"policy must be a Policy such as Reverse(), not {policy!r}")
     flat: Flat = {}
@@ -97,31 +100,56 @@ def execute(
         Step(index, update, update.fn if through is None else through(update.fn), structures)
         for index, update in enumerate(program(updates, streams))
     ]
-    if not torch.is_grad_enabled() or torch.compiler.is_exporting() or _hooks_forbidden():  # R2, R11
-        _keep(steps, flat)
+    plain = not torch.is_grad_enabled() or torch.compiler.is_exporting() or _hooks_forbidden()  # R2, R11
+    alarms = _enter(steps, flat, alarmed=insist or not plain)
+    if plain:
+        _keep(steps, flat, alarms)
     else:
         surroundings = Surroundings(leaf.device for leaves in flat.values() for leaf in leaves)
-        surroundings.run(lambda: _run(steps, policy, flat, surroundings))
+        surroundings.run(lambda: _run(steps, policy, flat, surroundings, alarms))
+    if alarms is not None:
+        alarms.send()
+        if insist:
+            alarms.check(wait=True)
     return {name: unflatten(flat[name], structures[name]) for name in streams}
 
 
-def _run(steps: list[Step], policy: Policy, flat: Flat, surroundings: Surroundings) -> None:
+def _enter(steps: list[Step], flat: Flat, *, alarmed: bool) -> RangeAlarms | None:
+    """Put the targets of exact joins on their grid; the alarms of the program, if it has such joins."""
+    exact = {step.update.target: step for step in steps if isinstance(step.update.join, ExactAdd)}
+    alarms = RangeAlarms(steps) if exact and alarmed else None
+    for name, first in exact.items():
+        join = first.update.join
+        assert isinstance(join, ExactAdd)
+        for step in steps:
+            other = step.update.join
+            if step.update.target == name and not (isinstance(other, ExactAdd) and other.grid == join.grid):
+                raise ValueError(
+                    f"{step.update.label(step.index)}: {other} meets {join} on stream {name!r}; a stream is exact only "
+                    "if all its updates are, on one grid"
+                )
+        flags = [alarms and alarms.flag(-1, leaf.device) for leaf in flat[name]]
+        flat[name] = [join.enter(leaf, flag) for leaf, flag in zip(flat[name], flags, strict=True)]
+    return alarms
+
+
+def _run(steps: list[Step], policy: Policy, flat: Flat, surroundings: Surroundings, alarms: RangeAlarms | None) -> None:
     """Run each piece of the program as its policy says."""
     for effective, segment in _segments(steps, policy):
         if isinstance(effective, Reverse):
-            Tape(segment, surroundings).run(flat)
+            Tape(segment, effective, surroundings, alarms).run(flat)
         else:
-            _keep(segment, flat)
+            _keep(segment, flat, alarms)
 
 
-def _keep(steps: list[Step], flat: Flat) -> None:
+def _keep(steps: list[Step], flat: Flat, alarms: RangeAlarms | None) -> None:
     """The plain loop."""
     for step in steps:
         sources, target = [flat[name] for name in step.update.sources], flat[step.update.target]
         call = functools.partial(step.call, sources, target)
         # While torch.compile or torch.export traces, phase() is not kept: it would be a side effect of the graph.
         parts = call() if torch.compiler.is_compiling() else running(step.index, step.update, call, None)
-        flat[step.update.target] = step.join(target, parts)
+        flat[step.update.target] = step.join(target, parts, alarms)
 
 
 def _segments(steps: list[Step], policy: Policy) -> Iterator[tuple[Policy, list[Step]]]:

@@ -236,6 +236,14 @@ class Call:
             for tensor in frozen:
                 tensor.requires_grad_(not tensor.requires_grad)
 
+    def sharded(self) -> list[Any]:
+        """The modules whose parameters FSDP2 holds in shards at this moment."""
+        return [
+            module
+            for module, _, _, _ in self.modules
+            if hasattr(module, "reshard") and any(_is_dtensor(p) for p in module.parameters())
+        ]
+
     def _changed(self) -> str | None:
         """What has changed in place of all that `fn` reads, in words."""
         now = versions(self.read)

@@ -67,9 +67,7 @@ class ReversibleSequence(Reversible):
             raise ValueError(f"layer_dropout must be a probability below 1, not {layer_dropout!r}")
         if not isinstance(reverse_above, int) or reverse_above < 0:
             raise ValueError(f"reverse_above must be a length, 0 or more, not {reverse_above!r}")
-        if not isinstance(join, Join):
-            raise TypeError(f"join must be a Join such as Add(), not {join!r}")
-        self.split_as, self.merge_as, self.join = split, merge, join
+        self.split_as, self.merge_as, self.join = split, merge, _checked_join(join)
         self.route = _checked_route(route, len(self.blocks))
         self.layer_dropout, self.reverse_above = layer_dropout, reverse_above
 
@@ -185,7 +183,7 @@ class DualModality(Reversible):
         for kind in self.kinds:
             if kind not in ("self", "context", "other"):
                 raise ValueError(f"DualModality: a kind is 'self', 'context' or 'other', not {kind!r}")
-        self.join = join
+        self.join = _checked_join(join)
 
     def forward(self, x: Stream, m: Stream, **kwargs: Any) -> tuple[Stream, Stream]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Keywords: `context`, `context_mask`, `x_mask` (of the first modality), `m_mask` (of the second)."""
@@ -309,7 +307,7 @@ class Momentum(_Stack):
 class Midpoint(_Stack):
     """The midpoint scheme over single functions: `x[n+1] = x[n-1] + 2 * f[n](x[n])`, after one plain residual step.
 
-    Two streams hold the last two states and take turns. Nothing is divided, and doubling is exact.
+    Two streams hold the last two states and take turns. Nothing is divided; with `join=ExactAdd()` it is exact.
 
     >>> import retrograd as rg
     >>> net = rg.Midpoint([nn.Linear(8, 8) for _ in range(4)])
@@ -317,17 +315,21 @@ class Midpoint(_Stack):
     torch.Size([2, 8])
     """
 
+    def __init__(self, blocks: Iterable[nn.Module], *, join: Join = Add(), policy: Policy = Reverse()) -> None:
+        super().__init__(blocks, policy=policy)
+        self.joins = _checked_join(join).scaled(1.0), join.scaled(2.0)
+
     @classmethod
-    def from_residual(cls, blocks: Iterable[nn.Module], *, policy: Policy = Reverse()) -> Midpoint:
+    def from_residual(cls, blocks: Iterable[nn.Module], *, join: Join = Add(), policy: Policy = Reverse()) -> Midpoint:
         """Make an existing residual stack reversible: each of its blocks computes `x + r(x)`.
 
         The function computed is another one than before (the first block excepted), close to it where `r` is small.
         """
-        return cls((Residual(block) for block in blocks), policy=policy)
+        return cls((Residual(block) for block in blocks), join=join, policy=policy)
 
     def step(self, index: int, block: nn.Module, kwargs: dict[str, Any]) -> Iterator[Update]:
         target, source = ("b", "a") if index % 2 == 0 else ("a", "b")
-        yield Update(target, block, (source,), Scale(1.0, 1.0 if index == 0 else 2.0), kwargs)
+        yield Update(target, block, (source,), self.joins[min(index, 1)], kwargs)
 
     def split(self, x: Stream) -> Mapping[str, Stream]:
         return {"a": x, "b": x}
@@ -353,6 +355,12 @@ def _networks(index: int, block: Any, expected: str, number: int) -> list[nn.Mod
         seen = [type(fn).__name__ for fn in networks] if networks is not None else type(block).__name__
         raise ValueError(f"block {index} must be {expected} of modules, not {seen}")
     return networks
+
+
+def _checked_join(join: Join) -> Join:
+    if not isinstance(join, Join):
+        raise TypeError(f"join must be a Join such as Add(), not {join!r}")
+    return join
 
 
 def _checked_route(route: Route | None, depth: int) -> Route | None:

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
+from .alarms import DriftWatch, RangeAlarms, settle_drifts
+from .policies import Reverse
 from .replay import Call
 from .streams import version
 from .surroundings import Surroundings
@@ -52,7 +54,7 @@ class Entry:
             None  # saved tensors and outputs, if no replay can be
         )
 
-    def run(self, flat: Flat, unpack: Callable[[int], Tensor]) -> None:
+    def run(self, flat: Flat, unpack: Callable[[int], Tensor], alarms: RangeAlarms | None) -> None:
         """The update, inside hooks that store slot numbers in place of tensors."""
         step, update = self.step, self.step.update
         sources, target = [flat[name] for name in update.sources], flat[update.target]
@@ -70,7 +72,7 @@ class Entry:
             with saved_tensors_hooks(pack, unpack):
                 parts, replayable = self.call.forward(lambda: step.call(sources, target))
                 self.fn_slots = len(self.live)
-                flat[update.target] = step.join(target, parts)
+                flat[update.target] = step.join(target, parts, alarms)
             if not replayable:
                 self.kept = [t.detach() for t in self.live], [[leaf.detach() for leaf in part] for part in parts]
         finally:
@@ -156,7 +158,11 @@ def _unspoiled(saved: Saved | None, entry: Entry) -> Tensor:
 class Tape:
     """One call of one reversed piece of a program. It lives as long as a slot of it may be asked for (R6)."""
 
-    def __init__(self, steps: list[Step], surroundings: Surroundings) -> None:
+    def __init__(
+        self, steps: list[Step], policy: Reverse, surroundings: Surroundings, alarms: RangeAlarms | None
+    ) -> None:
+        self.policy, self.alarms = policy, alarms
+        self.watch: DriftWatch | None = None
         self.entries = [Entry(step, surroundings) for step in steps]
         self.names = sorted({name for step in steps for name in (step.update.target, *step.update.sources)})
         self.sizes: list[int] = []
@@ -165,8 +171,10 @@ class Tape:
 
     def run(self, flat: Flat) -> None:
         """The forward: every update inside hooks, then the exit."""
+        if self.policy.watch is not None:
+            self.watch = DriftWatch(self.policy, [leaf for name in self.names for leaf in flat[name]])
         for position, entry in enumerate(self.entries):
-            entry.run(flat, functools.partial(self.serve, position))
+            entry.run(flat, functools.partial(self.serve, position), self.alarms)
         self.sizes = [len(flat[name]) for name in self.names]
         leaves = [leaf for name in self.names for leaf in flat[name]]
         if any(leaf.requires_grad for leaf in leaves):
@@ -179,14 +187,21 @@ class Tape:
         current = _current_pass()
         rest = iter(finals)
         streams = {name: [next(rest) for _ in range(size)] for name, size in zip(self.names, self.sizes, strict=True)}
-        reversal = self.passes[current] = Reversal(self.entries, streams)
+        reversal = self.passes[current] = Reversal(self.entries, streams, self.watch)
+        if self.alarms is not None:
+            self.alarms.check(wait=False)
         if again:
             self.finals = [(leaf, version(leaf)) for leaf in finals]
         tape = weakref.ref(self)  # not the tape itself: it must be able to die before the pass ends
+        policy, alarms = self.policy, self.alarms
 
         def end() -> None:
             if (alive := tape()) is not None:
                 alive.passes.pop(current, None)
+            if policy.watch is not None:
+                settle_drifts(policy)
+            if alarms is not None:
+                alarms.check(wait=True)
 
         _at_end_of_pass(end)
         return reversal
@@ -218,8 +233,8 @@ class Tape:
 class Reversal:
     """One backward pass over a tape: the streams as far as they are reconstructed, and what replays saved (R12)."""
 
-    def __init__(self, entries: list[Entry], streams: Flat) -> None:
-        self.entries, self.streams = entries, streams
+    def __init__(self, entries: list[Entry], streams: Flat, watch: DriftWatch | None) -> None:
+        self.entries, self.streams, self.watch = entries, streams, watch
         self.position = len(entries)  # every update from here on is undone in `streams`
         self.captured: dict[int, list[Saved | None]] = {}
         self.lock = threading.RLock()  # autograd runs one thread per device
@@ -229,21 +244,26 @@ class Reversal:
         with self.lock:
             while self.position > position:
                 self._forget(self.entries[position].slots[slot][2])
-                self._step_back()
+                self._step_back(passing=self.position - 1 > position)
             captured = self.captured.get(position)
             if captured is None or captured[slot] is None:
                 captured = self._again(position)
             saved, captured[slot] = captured[slot], None
             return _unspoiled(saved, self.entries[position])
 
-    def _step_back(self) -> None:
-        """Reverse one update."""
+    def _step_back(self, *, passing: bool) -> None:
+        """Reverse one update. `passing`: only to get to an earlier one, since nobody asked for what this one saved."""
         entry = self.entries[self.position - 1]
+        sharded = entry.call.sharded() if passing else []
         with _outside_transforms():
             captured, before = entry.replay(self.streams)
+        for module in sharded:
+            module.reshard()  # FSDP2 expects no forward after a module's backward, and would leave it whole
         self.streams[entry.step.update.target] = before
         self.position -= 1
         self.captured[self.position] = captured
+        if self.position == 0 and self.watch is not None:
+            self.watch.compare([leaf for leaves in self.streams.values() for leaf in leaves], _current_pass())
 
     def _forget(self, device: torch.device) -> None:
         """Drop what later updates saved on this device and nobody took.

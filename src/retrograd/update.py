@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .joins import Add, Join
+from .alarms import RangeAlarms
+from .joins import Add, ExactAdd, Join
 from .policies import Policy
 from .streams import Structure, Tensor, flatten_like, unflatten, versions
 
@@ -122,8 +123,13 @@ class Step:
             )
         return self.update.parts(self.index, out, target, self.structures[self.update.target])
 
-    def join(self, target: list[Tensor], parts: list[list[Tensor]]) -> list[Tensor]:
-        return self._joined(self.update.join.apply, target, parts)
+    def join(self, target: list[Tensor], parts: list[list[Tensor]], alarms: RangeAlarms | None = None) -> list[Tensor]:
+        join = self.update.join
+        if alarms is None or not isinstance(join, ExactAdd):
+            return self._joined(join.apply, target, parts)
+        return self._joined(
+            lambda leaf, *out: join.apply(leaf, *out, flag=alarms.flag(self.index, leaf.device)), target, parts
+        )
 
     def unjoin(self, target: list[Tensor], parts: list[list[Tensor]]) -> list[Tensor]:
         return self._joined(self.update.join.invert, target, parts)

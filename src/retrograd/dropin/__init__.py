@@ -47,13 +47,7 @@ class Installed:
 
 
 def install() -> Installed:
-    """Swap the classes inside every one of the four packages that can be imported; the result names them.
-
-    >>> import retrograd.dropin
-    >>> with retrograd.dropin.install() as installed:
-    ...     isinstance(installed.packages, list)
-    True
-    """
+    """Swap the classes inside every one of the four packages that can be imported; the result names them."""
     packages = []
     for name, ours in _HOMES.items():
         try:

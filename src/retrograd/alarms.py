@@ -1,0 +1,168 @@
+"""What a device finds out while a program runs, read on the host without making it wait: a stream that left the range
+of an exact join, a reconstruction that drifted.
+
+Flags and samples stay on the device; a copy to pinned memory is queued behind the work that sets them, and read when it
+has arrived.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .joins import ExactAdd
+
+if TYPE_CHECKING:
+    from .policies import Reverse
+    from .update import Step
+
+
+class Arriving:
+    """A small tensor on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.event: torch.cuda.Event | None = None
+        self.host = tensor
+        if tensor.is_cuda:
+            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.host.copy_(tensor, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def here(self, *, wait: bool) -> Tensor | None:
+        """The value, if it has arrived; `wait` until it has."""
+        if self.event is not None and not self.event.query():
+            if not wait:
+                return None
+            self.event.synchronize()
+        return self.host
+
+
+class RangeAlarms:
+    """One byte per update: whether its target left the range of its exact join."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = steps
+        self.flags: dict[torch.device, Tensor] = {}
+        self.arriving: list[Arriving] = []
+
+    def flag(self, index: int, device: torch.device) -> Tensor:
+        """The byte of one update on one device. Index -1: a stream that enters."""
+        if device not in self.flags:
+            self.flags[device] = torch.zeros(len(self.steps) + 1, dtype=torch.bool, device=device)
+        return self.flags[device][index]
+
+    def send(self) -> None:
+        """The program has run: queue the flags for the host."""
+        self.arriving = [Arriving(flags) for flags in self.flags.values()]
+
+    def check(self, *, wait: bool) -> None:
+        """Raise where a flag is set; `wait` for flags still on their way."""
+        for arriving in self.arriving:
+            flags = arriving.here(wait=wait)
+            if flags is None or not flags.any():
+                continue
+            index = int(flags.nonzero()[0])
+            entering = index == len(self.steps)
+            exact = (step for step in self.steps if isinstance(step.update.join, ExactAdd))
+            step = next(exact) if entering else self.steps[index]
+            where = "a stream that enters" if entering else f"{step.update.label(step.index)}: its target"
+            raise RuntimeError(
+                f"{where} left the range in which {step.update.join} is exact, so it cannot be reconstructed; give a "
+                "larger range, ExactAdd(range=...), normalise what enters, or use float64 streams"
+            )
+
+
+class DriftWarning(UserWarning):
+    """A reversible program reconstructed its inputs less precisely than it was asked to."""
+
+
+class DriftWatch:
+    """A sample of the streams that enter a tape, to compare with their reconstruction (`Reverse(watch=...)`)."""
+
+    values = 256  # of each tensor
+
+    def __init__(self, policy: Reverse, leaves: Sequence[Tensor]) -> None:
+        self.policy = policy
+        self.turn = next(_turns)  # other values at each call
+        self.samples = [self._sample(leaf) for leaf in leaves]
+
+    def _sample(self, leaf: Tensor) -> Tensor:
+        flat = leaf.detach().reshape(-1)
+        stride = max(1, flat.numel() // self.values)
+        return flat[self.turn * 7919 % stride :: stride][: self.values].clone()
+
+    def compare(self, leaves: Sequence[Tensor], turn: int) -> None:
+        """Measure the reconstruction against the sample, for `last_drift` and `settle`."""
+        worst = [
+            (self._sample(leaf).double() - sample.double()).abs().max() / sample.double().abs().max().clamp_min(1e-30)
+            for leaf, sample in zip(leaves, self.samples, strict=True)
+            if sample.numel() and sample.is_floating_point()
+        ]
+        if worst:
+            _drifts.note(turn, self.policy, [Arriving(value) for value in worst])
+
+
+class _Drifts(threading.local):
+    """The drifts of the last backward pass of this thread."""
+
+    def __init__(self) -> None:
+        self.turn = -1
+        self.found: list[tuple[Reverse, list[Arriving]]] = []
+
+    def note(self, turn: int, policy: Reverse, arriving: list[Arriving]) -> None:
+        if turn != self.turn:
+            self.settle(wait=False)
+            self.turn, self.found = turn, []
+        self.found.append((policy, arriving))
+
+    def settle(self, *, wait: bool) -> None:
+        """Warn or raise about what has arrived."""
+        for policy, arriving in self.found:
+            values = [value for value in (each.here(wait=wait) for each in arriving) if value is not None]
+            drift = max((float(value) for value in values), default=0.0)
+            if policy.watch is None or not drift > policy.watch:
+                continue
+            message = (
+                f"a reversible program reconstructed its inputs with a relative error of {drift:.2g}, more than "
+                f"watch={policy.watch:g}: its gradients are off accordingly. Remedies: join=ExactAdd(), "
+                "Reverse(anchor_every=...), streams in float32"
+            )
+            if policy.on_drift == "raise":
+                raise RuntimeError(message)
+            if policy not in _warned:
+                _warned.add(policy)
+                warnings.warn(message, DriftWarning, stacklevel=2)
+
+
+_turns = itertools.count()
+_drifts = _Drifts()
+_warned: set[Reverse] = set()
+
+
+def settle_drifts(policy: Reverse) -> None:
+    """At the end of a backward pass: raise now, or warn when the figures are here anyway."""
+    _drifts.settle(wait=policy.on_drift == "raise")
+
+
+def last_drift() -> float | None:
+    """The largest relative error that `Reverse(watch=...)` saw in this thread's last backward pass; None if none yet.
+
+    Waits for the device, so ask when you log, not at each step.
+
+    >>> import torch, retrograd as rg
+    >>> net = rg.ReversibleSequence([(torch.nn.Tanh(), torch.nn.Tanh())], policy=rg.Reverse(watch=1e-3))
+    >>> net(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    >>> rg.last_drift() < 1e-6
+    True
+    """
+    values = [
+        value for _, arriving in _drifts.found for each in arriving if (value := each.here(wait=True)) is not None
+    ]
+    return max((float(value) for value in values), default=None)

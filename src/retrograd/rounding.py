@@ -1,0 +1,61 @@
+"""`target + grid * round(out * gain / grid)`, in one pass over memory, with the gradient of `target + out * gain`.
+
+The arithmetic behind `ExactAdd`. On CUDA a Triton kernel does it at once; elsewhere, or where the tensors are not
+contiguous, plain operators give the same bits: the product with a power of two is exact, so only the rounding and the
+sum can differ, and both are correctly rounded everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rounded_add(target: Tensor, out: Tensor, grid: float, gain: float, flag: Tensor | None, limit: float) -> Tensor:
+    """The sum on the grid. Where a magnitude reaches `limit`, `flag` (one byte on the device) is set; no waiting."""
+    return RoundedAdd.apply(target, out, grid, gain, flag, limit)  # type: ignore[return-value]
+
+
+class RoundedAdd(torch.autograd.Function):
+    """Straight-through: differentiated as if nothing were rounded. It saves nothing."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(target: Tensor, out: Tensor, grid: float, gain: float, flag: Tensor | None, limit: float) -> Tensor:
+        kernel = _kernel() if target.is_cuda and target.is_contiguous() and out.is_contiguous() else None
+        if kernel is not None and out.device == target.device:
+            return kernel(target, out, grid, gain, flag, limit)
+        steps = (out.to(target.dtype) * (gain / grid)).round_()
+        new = torch.add(target, steps, alpha=grid)
+        if flag is not None and new.numel():
+            low, high = torch.aminmax(new)
+            flag.logical_or_(torch.maximum(-low, high) >= limit)
+        return new
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, out, _, ctx.gain, _, _ = inputs
+        ctx.dtype = out.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for_out = grad if ctx.gain == 1 else grad * ctx.gain
+        return grad, for_out.to(ctx.dtype), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, target: Tensor, out: Tensor, *_: None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return target + out.to(target.dtype) * ctx.gain
+
+
+@functools.cache
+def _kernel() -> Any:
+    """The Triton kernel; None where there is no Triton."""
+    try:
+        from .kernels import rounded_add
+    except ImportError:
+        return None
+    return rounded_add
