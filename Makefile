@@ -22,9 +22,10 @@ check: .venv/installed
 	$(BIN)/basedpyright
 	$(BIN)/python -m pytest -q --doctest-modules src/retrograd
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml constraints.txt tests/requirements-seeds.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cli,dev]"
+	$(BIN)/pip install --quiet --no-deps --requirement tests/requirements-seeds.txt
 	touch $@
 
 clean:

@@ -33,14 +33,14 @@ _originals: dict[tuple[str, str], type] = {}
 class Installed:
     """What `install` has done; as a context manager, it is undone at the end of the block."""
 
-    def __init__(self, packages: list[str]) -> None:
-        self.packages = packages
+    def __init__(self, packages: list[str], swapped: list[tuple[str, str]]) -> None:
+        self.packages, self._swapped = packages, swapped
 
     def __enter__(self) -> Installed:
         return self
 
     def __exit__(self, *error: object) -> None:
-        uninstall()
+        _put_back(self._swapped)
 
     def __repr__(self) -> str:
         return f"Installed(packages={self.packages})"
@@ -48,7 +48,7 @@ class Installed:
 
 def install() -> Installed:
     """Swap the classes inside every one of the four packages that can be imported; the result names them."""
-    packages = []
+    packages, swapped = [], []
     for name, ours in _HOMES.items():
         try:
             home: Any = importlib.import_module(name)
@@ -60,11 +60,16 @@ def install() -> Installed:
             if key not in _originals:
                 _originals[key] = getattr(home, replacement.__name__)
                 setattr(home, replacement.__name__, replacement)
-    return Installed(packages)
+                swapped.append(key)
+    return Installed(packages, swapped)
 
 
 def uninstall() -> None:
     """Put the published classes back. Without an `install` before, nothing happens."""
-    while _originals:
-        (name, attribute), original = _originals.popitem()
-        setattr(importlib.import_module(name), attribute, original)
+    _put_back(list(_originals))
+
+
+def _put_back(keys: list[tuple[str, str]]) -> None:
+    for name, attribute in keys:
+        if (original := _originals.pop((name, attribute), None)) is not None:
+            setattr(importlib.import_module(name), attribute, original)

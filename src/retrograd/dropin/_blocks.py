@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .. import ReversibleSequence
 
@@ -28,7 +29,23 @@ class Block(nn.Module):
             self.add_module(name, Net(network))
 
     def networks(self) -> list[nn.Module]:
+        if hasattr(self, "unshard"):  # fully_shard(block): the hooks that gather the weights run where it is called
+            return [Through(self, name) for name, _ in self.named_children()]
         return [cast(Net, child).net for child in self.children()]
+
+    def forward(self, network: str, *args: Any, **kwargs: Any) -> Any:
+        return cast(Net, getattr(self, network)).net(*args, **kwargs)
+
+
+class Through(nn.Module):
+    """A network of a block, called through the block."""
+
+    def __init__(self, block: Block, name: str) -> None:
+        super().__init__()
+        self.block, self.name = block, name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.block(self.name, *args, **kwargs)
 
 
 class Pairs(ReversibleSequence):
@@ -42,6 +59,14 @@ class Pairs(ReversibleSequence):
         for block in self.blocks:
             f, g = cast(Block, block).networks()
             yield f, g
+
+
+def own_masks(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords, with copies of the boolean tensors: nuwa changes a mask in place after the encoder has read it."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) and value.dtype == torch.bool else value
+        for key, value in kwargs.items()
+    }
 
 
 def warn_ignored(keys: list[str], why: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import DualModality, Keep, Update, run
 from ..sequences import Kind
-from ._blocks import Block, Pairs, warn_ignored
+from ._blocks import Block, Pairs, own_masks, warn_ignored
 
 Route = Mapping[str, Sequence[tuple[bool, bool]]]
 
@@ -26,7 +26,7 @@ class ReversibleSequence(Pairs):
 
     def updates(self, **kwargs: Any) -> Iterable[Update]:
         warn_ignored([key for key in kwargs if key not in self.args_route], "no route, so no network gets it")
-        routed = []
+        routed, kwargs = [], own_masks(kwargs)
         for depth, (f, g) in enumerate(self.pairs()):
             here = {key: route[depth] for key, route in self.args_route.items() if key in kwargs and depth < len(route)}
             for_f, for_g = ({key: kwargs[key] for key, route in here.items() if route[i]} for i in (0, 1))
@@ -67,6 +67,7 @@ class DualModalityReversibleSequence(DualModality):
         reverse: bool = True,
     ) -> list[Tensor]:
         given = {"context": context, "context_mask": context_mask, "x_mask": video_mask, "m_mask": audio_mask}
+        given = own_masks(given)
         streams = self.split((video, audio))
         out = self.run(streams, **given) if reverse else run(self.updates(**given), streams, policy=Keep())
         return [*self.merge(out)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import Keep, Update, phase
+from .. import Keep, Update, phase, remember
 from ._blocks import Pairs, warn_ignored
 
 
@@ -25,6 +25,7 @@ class ReversibleSequence(Pairs):
     ) -> None:
         super().__init__(blocks, split=2, merge="concat", layer_dropout=layer_dropout, reverse_above=reverse_thres)
         self.send_signal = send_signal
+        self._signalled: dict[tuple[int, int], Signalled] = {}
         self.register_load_state_dict_pre_hook(_drop_copies)
         self.register_state_dict_post_hook(_write_copies)
 
@@ -41,12 +42,26 @@ class ReversibleSequence(Pairs):
         for_f, for_g = (kwargs if routed else {} for routed in arg_route)
         pairs = [(f, g) for f, g in self.pairs()]
         if signal:
-            pairs = [(Signalled(f, depth), Signalled(g, depth)) for depth, (f, g) in enumerate(pairs)]
+            pairs = [(self._told(f, depth), self._told(g, depth)) for depth, (f, g) in enumerate(pairs)]
         return self.coupled([(f, g, for_f, for_g) for f, g in pairs])
+
+    def _told(self, net: nn.Module, depth: int) -> Signalled:
+        """The same wrapper at each call, so that under torch.compile(model) it is compiled once."""
+        known = self._signalled.get((depth, id(net)))
+        if known is None or known.net is not net:
+            known = self._signalled[depth, id(net)] = Signalled(net, depth)
+        return known
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_signalled": {}}
 
 
 class Signalled(nn.Module):
-    """A network that is told, as `_reverse` and `_depth`, whether this is its replay and where it stands."""
+    """A network that is told, as `_reverse` and `_depth`, whether this is its replay and where it stands.
+
+    The LSH attention of the package keeps its buckets in a `_cache` on the module, in training only. Here each call has
+    a cache of its own, remembered for its replay; where it stays empty (eval mode), the replay hashes again.
+    """
 
     def __init__(self, net: nn.Module, depth: int) -> None:
         super().__init__()
@@ -54,7 +69,20 @@ class Signalled(nn.Module):
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         current = phase()
-        return self.net(x, _reverse=current is not None and current.replaying, _depth=self.depth, **kwargs)
+        hashing: list[Any] = [m for m in self.net.modules() if isinstance(getattr(m, "_cache", None), dict)]
+        caches: list[dict[str, Any]] = remember(list)
+        reverse = any(caches) if hashing else current is not None and current.replaying
+        outside = [module._cache for module in hashing]
+        try:
+            for module, cache in zip(hashing, caches or [{} for _ in hashing], strict=True):
+                module._cache = cache
+            out = self.net(x, _reverse=reverse, _depth=self.depth, **kwargs)
+            if not caches:
+                caches.extend(module._cache for module in hashing)
+            return out
+        finally:
+            for module, cache in zip(hashing, outside, strict=True):
+                module._cache = cache
 
 
 def _drop_copies(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
