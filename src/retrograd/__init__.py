@@ -1,9 +1,10 @@
 """retrograd: reversible networks for PyTorch. Any depth in the activation memory of one layer, with right gradients."""
 
 from .alarms import DriftWarning, last_drift
+from .auto import Auto
 from .engine import invert, run
 from .joins import Add, Affine, ExactAdd, Join, Scale
-from .policies import Keep, Policy, Reverse
+from .policies import Keep, Offload, Policy, Reverse
 from .replay import Phase, phase, remember
 from .reversible import Reversible
 from .sequences import DualModality, Midpoint, Momentum, ReversibleSequence
@@ -14,6 +15,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "Add",
     "Affine",
+    "Auto",
     "DriftWarning",
     "DualModality",
     "ExactAdd",
@@ -21,6 +23,7 @@ __all__ = [
     "Keep",
     "Midpoint",
     "Momentum",
+    "Offload",
     "Phase",
     "Policy",
     "Reverse",

@@ -28,7 +28,7 @@ R12  Each backward pass reverses on its own. A pass that begins inside the progr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -36,8 +36,10 @@ import torch
 from torch import Tensor
 
 from .alarms import RangeAlarms
+from .auto import Auto, Learned, learned_for
 from .joins import ExactAdd
-from .policies import Policy, Reverse
+from .offload import Shelf
+from .policies import Offload, Policy, Reverse
 from .replay import running
 from .streams import Stream, Structure, flatten, leaves_of, unflatten
 from .surroundings import Surroundings, no_random_numbers
@@ -106,7 +108,11 @@ def execute(
         _keep(steps, flat, alarms)
     else:
         surroundings = Surroundings(leaf.device for leaves in flat.values() for leaf in leaves)
-        surroundings.run(lambda: _run(steps, policy, flat, surroundings, alarms))
+        learned = learned_for(policy, flat, surroundings) if isinstance(policy, Auto) else None
+        policies = [policy] * len(steps) if learned is None else learned.choose([step.update.fn for step in steps])
+        surroundings.run(lambda: _run(steps, policies, flat, surroundings, alarms, learned))
+        if learned is not None:
+            learned.check()
     if alarms is not None:
         alarms.send()
         if insist:
@@ -133,32 +139,44 @@ def _enter(steps: list[Step], flat: Flat, *, alarmed: bool) -> RangeAlarms | Non
     return alarms
 
 
-def _run(steps: list[Step], policy: Policy, flat: Flat, surroundings: Surroundings, alarms: RangeAlarms | None) -> None:
+def _run(
+    steps: list[Step],
+    policies: Sequence[Policy],
+    flat: Flat,
+    surroundings: Surroundings,
+    alarms: RangeAlarms | None,
+    learned: Learned | None,
+) -> None:
     """Run each piece of the program as its policy says."""
-    for effective, segment in _segments(steps, policy):
-        if isinstance(effective, Reverse):
-            Tape(segment, effective, surroundings, alarms).run(flat)
+    for policy, segment in _segments(steps, policies):
+        if isinstance(policy, Reverse):
+            Tape(segment, policy, surroundings, alarms, learned).run(flat)
         else:
-            _keep(segment, flat, alarms)
+            _keep(segment, flat, alarms, Shelf(policy.smallest) if isinstance(policy, Offload) else None)
 
 
-def _keep(steps: list[Step], flat: Flat, alarms: RangeAlarms | None) -> None:
-    """The plain loop."""
+def _segments(steps: list[Step], policies: Sequence[Policy]) -> Iterator[tuple[Policy, list[Step]]]:
+    """The program cut where the policy changes and at anchors: each reversed piece has its own tape and exit."""
+    effective = {step.index: step.update.policy or policy for step, policy in zip(steps, policies, strict=True)}
+    for policy, group in groupby(steps, key=lambda step: effective[step.index]):
+        segment = list(group)
+        length = (policy.anchor_every if isinstance(policy, Reverse) else None) or len(segment)
+        for start in range(0, len(segment), length):
+            yield policy, segment[start : start + length]
+
+
+def _keep(steps: list[Step], flat: Flat, alarms: RangeAlarms | None, shelf: Shelf | None = None) -> None:
+    """The plain loop; with a shelf, what it saves goes to the host."""
     for step in steps:
         sources, target = [flat[name] for name in step.update.sources], flat[step.update.target]
-        call = functools.partial(step.call, sources, target)
-        # While torch.compile or torch.export traces, phase() is not kept: it would be a side effect of the graph.
-        parts = call() if torch.compiler.is_compiling() else running(step.index, step.update, call, None)
-        flat[step.update.target] = step.join(target, parts, alarms)
 
+        def update(step: Step = step, sources: Any = sources, target: Any = target) -> list[Tensor]:
+            call = functools.partial(step.call, sources, target)
+            # While torch.compile or torch.export traces, phase() is not kept: it would be a side effect of the graph.
+            parts = call() if torch.compiler.is_compiling() else running(step.index, step.update, call, None)
+            return step.join(target, parts, alarms)
 
-def _segments(steps: list[Step], policy: Policy) -> Iterator[tuple[Policy, list[Step]]]:
-    """The program cut where the policy changes and at anchors: each reversed piece has its own tape and exit."""
-    for effective, group in groupby(steps, key=lambda step: step.update.policy or policy):
-        segment = list(group)
-        length = (effective.anchor_every if isinstance(effective, Reverse) else None) or len(segment)
-        for start in range(0, len(segment), length):
-            yield effective, segment[start : start + length]
+        flat[step.update.target] = update() if shelf is None else shelf.run(step.update.label(step.index), update)
 
 
 # Torch has no public names for these. tests/test_engine.py fails when one of them changes.

@@ -4,12 +4,17 @@ program (`run(..., policy=...)`) or for one update (`Update(..., policy=...)`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
+
+import torch
 
 
 class Policy:
-    """The base of `Reverse` and `Keep`."""
+    """The base of `Reverse`, `Keep`, `Offload` and `Auto`."""
+
+    of_one_update: ClassVar[bool] = True  # or only of a whole program
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,10 @@ class Reverse(Policy):
 
     `anchor_every=k` also stores the streams after every k updates. Reconstruction starts afresh there, so rounding
     errors cannot add up over more than k updates, for the bytes of the streams every k updates.
+
+    `save="attention"`, or a sequence of operators such as `torch.ops.aten.mm.default`, stores what these operators
+    return, so that the replay does not run them again. It pays where they are expensive and their outputs small: long
+    sequences. (Through torch's selective checkpointing; one backward per forward.)
 
     `watch=1e-3` compares, in each backward, a few hundred values of the streams that entered with their
     reconstruction: constant memory, no waiting for the device. Where the relative error is larger, it warns once, or
@@ -28,6 +37,7 @@ class Reverse(Policy):
     """
 
     anchor_every: int | None = None
+    save: str | Sequence[Any] | None = None
     watch: float | None = None
     on_drift: Literal["warn", "raise"] = "warn"
 
@@ -39,6 +49,38 @@ class Reverse(Policy):
             raise ValueError(f"Reverse: watch must be a positive relative error or None, not {self.watch!r}")
         if self.on_drift not in ("warn", "raise"):
             raise ValueError(f"Reverse: on_drift must be 'warn' or 'raise', not {self.on_drift!r}")
+        if self.save is not None:
+            object.__setattr__(self, "save", _operators(self.save))
+
+
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+
+
+def _operators(save: str | Sequence[Any]) -> tuple[Any, ...]:
+    """The operators to save, from their names or themselves; what does not exist is refused here."""
+    if save == "attention":
+        found = [getattr(torch.ops.aten, name, None) for name in _ATTENTION]
+        return tuple(packet.default for packet in found if packet is not None)
+    operators = []
+    for operator in save if isinstance(save, (list, tuple, set)) else [save]:
+        if isinstance(operator, str):
+            namespace, _, name = operator.removeprefix("torch.ops.").replace("::", ".").rpartition(".")
+            operator = getattr(getattr(torch.ops, namespace or "aten"), name, None)
+        if isinstance(operator, torch._ops.OpOverloadPacket):
+            operators += [getattr(operator, overload) for overload in operator.overloads()]
+        elif isinstance(operator, torch._ops.OpOverload):
+            operators.append(operator)
+        else:
+            raise ValueError(
+                f"Reverse: save must be 'attention' or operators such as torch.ops.aten.mm.default, not {save!r}"
+            )
+    return tuple(operators)
 
 
 @dataclass(frozen=True)
@@ -51,3 +93,22 @@ class Keep(Policy):
     >>> Keep()
     Keep()
     """
+
+
+@dataclass(frozen=True)
+class Offload(Policy):
+    """Move what was saved to pinned host memory, and back for the backward. Nothing is recomputed.
+
+    The copies run beside the computation, and each update's tensors are fetched while the one after it is being
+    differentiated. Tensors below `smallest` bytes stay. It pays where the host link is faster than recomputing; on a
+    CPU there is nowhere to move to, and it is `Keep`.
+
+    >>> Offload().smallest
+    65536
+    """
+
+    smallest: int = 64 * 1024
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.smallest, int) or isinstance(self.smallest, bool) or self.smallest < 0:
+            raise ValueError(f"Offload: smallest must be a number of bytes, 0 or more, not {self.smallest!r}")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .streams import leaves_of, version, versions
-from .surroundings import Surroundings, default_generators, restore, same, state
+from .surroundings import Surroundings, default_generators, digest, restore, same, state
 from .update import Update
 
 T = TypeVar("T")
@@ -146,7 +146,7 @@ class Call:
     def __init__(self, index: int, update: Update, surroundings: Surroundings) -> None:
         self.index, self.update, self.surroundings = index, update, surroundings
         self.remembered: list[Any] = []
-        self.random: list[tuple[torch.Generator, Any]] = []  # generators the forward moved, and from which state (R4)
+        self.random: list[tuple[torch.Generator, Any, int]] = []  # generators the forward moved: whence, whither (R4)
         self.modules: list[tuple[nn.Module, bool, dict[str, Any], dict[str, Any]]] = []  # flag, parameters, buffers
         self.moved: list[tuple[nn.Module, dict[str, Tensor | None]]] = []  # copies of buffers that the forward moved
         self.grads: list[tuple[Tensor, bool]] = []  # which of the tensors that fn reads need gradients
@@ -170,7 +170,9 @@ class Call:
 
         out = running(self.index, self.update, function, self.remembered)
 
-        self.random = [(g, seen) for g, seen in zip(generators, states, strict=True) if not same(state(g), seen)]
+        after = [state(generator) for generator in generators]
+        moved = zip(generators, states, after, strict=True)
+        self.random = [(g, then, digest(now)) for g, then, now in moved if not same(then, now)]
         if (changed := self._changed()) is not None:
             raise RuntimeError(
                 f"{self.update.label(self.index)}: fn changes {changed} in place, and a replay would change it again; "
@@ -205,7 +207,7 @@ class Call:
                 f"{self.update.label(self.index)}: {changed} was changed in place between forward and backward; "
                 "change it after the backward, or give this update policy=Keep()"
             )
-        now = [(generator, state(generator)) for generator, _ in self.random]
+        now = [(generator, state(generator)) for generator, _, _ in self.random]
         flipped: list[nn.Module] = []
         frozen = [tensor for tensor, needed in self.grads if tensor.requires_grad != needed and tensor.is_leaf]
         swapped: list[tuple[dict[str, Any], str, Any]] = []
@@ -221,11 +223,18 @@ class Call:
             for module, copies in self.moved:
                 fresh = {name: None if copy is None else copy.clone() for name, copy in copies.items()}
                 _exchange(module._buffers, fresh, swapped)
-            for generator, seen in self.random:
-                restore(generator, seen)
-            return self.surroundings.run(
+            for generator, then, _ in self.random:
+                restore(generator, then)
+            out = self.surroundings.run(
                 lambda: running(self.index, self.update, function, self.remembered, replaying=True)
             )
+            if any(digest(state(generator)) != after for generator, _, after in self.random):
+                raise RuntimeError(
+                    f"{self.update.label(self.index)} draws other random numbers in its replay than in its forward (an "
+                    "operator with dropout under Reverse(save=...), or a fn that is not deterministic); give it "
+                    "policy=Keep()"
+                )
+            return out
         finally:
             for generator, seen in now:
                 restore(generator, seen)

@@ -6,6 +6,7 @@ submodule just works, and dropping a layer is a plain `continue`. The recipes ar
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -54,7 +55,7 @@ class Reversible(nn.Module):
         if policy is not None and not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy such as Reverse(), not {policy!r}")
         self.policy = Reverse() if policy is None else policy
-        self._compiled: dict[int, tuple[Any, Any]] = {}  # see _through
+        self.compiled: dict[int, tuple[Any, Any]] = {}  # see compiled.py
 
     updates: Callable[..., Iterable[Update]] = _undescribed  # like forward: a subclass chooses its keywords
 
@@ -90,26 +91,15 @@ class Reversible(nn.Module):
         compiling = torch.compiler.is_compiling()
         if compiling and (torch.compiler.is_exporting() or not torch.is_grad_enabled()):
             return execute(self.updates(**kwargs), streams, self.policy_for(streams))  # the plain loop: traced whole
-        return self._run(compiling, streams, kwargs)  # pyright: ignore[reportCallIssue]
+        if compiling or "torch._dynamo" in sys.modules:
+            from . import compiled
+
+            return compiled.run(self, streams, kwargs, compiling)  # pyright: ignore[reportCallIssue]
+        return execute(self.updates(**kwargs), streams, self.policy_for(streams))
 
     def invert(self, streams: Mapping[str, Stream], **kwargs: Any) -> dict[str, Stream]:
         """The program backwards on streams that the caller holds."""
         return invert(self.updates(**kwargs), streams, policy=self.policy_for(streams))
 
-    # Under torch.compile(model) Dynamo sees the forward but not the backward. So the engine steps out of its sight and
-    # calls each fn through a torch.compile of its own, in both passes.
-    @torch.compiler.disable
-    def _run(self, compiling: bool, streams: Mapping[str, Stream], kwargs: dict[str, Any]) -> dict[str, Stream]:
-        return execute(self.updates(**kwargs), streams, self.policy_for(streams), self._through if compiling else None)
-
-    def _through(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        known = self._compiled.get(id(fn))
-        if known is None or known[0] is not fn:
-            known = (fn, torch.compile(fn, **self.compile_options))
-        while len(self._compiled) > 4096:  # functions made anew at each call would gather here
-            self._compiled.pop(next(iter(self._compiled)))
-        self._compiled[id(fn)] = known
-        return known[1]
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_compiled": {}}  # type: ignore[misc]
+        return {**super().__getstate__(), "compiled": {}}  # type: ignore[misc]

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .alarms import DriftWatch, RangeAlarms, settle_drifts
+from .auto import Learned
 from .policies import Reverse
 from .replay import Call
 from .streams import version
@@ -42,10 +44,11 @@ Saved = tuple[Tensor, int | None]
 class Entry:
     """A step on a tape: what its replay needs, and what its replay must save."""
 
-    __slots__ = ("step", "call", "source_grads", "target_grads", "slots", "marks", "fn_slots", "live", "kept")
+    __slots__ = ("step", "call", "source_grads", "target_grads", "slots", "marks", "fn_slots", "saving", "live", "kept")
 
-    def __init__(self, step: Step, surroundings: Surroundings) -> None:
+    def __init__(self, step: Step, policy: Reverse, surroundings: Surroundings) -> None:
         self.step = step
+        self.saving = create_selective_checkpoint_contexts(list(policy.save)) if policy.save else None
         self.call = Call(step.index, step.update, surroundings)
         self.slots: list[Slot] = []
         self.marks: list[Mark] = []
@@ -54,7 +57,9 @@ class Entry:
             None  # saved tensors and outputs, if no replay can be
         )
 
-    def run(self, flat: Flat, unpack: Callable[[int], Tensor], alarms: RangeAlarms | None) -> None:
+    def run(
+        self, flat: Flat, unpack: Callable[[int], Tensor], alarms: RangeAlarms | None, learned: Learned | None
+    ) -> None:
         """The update, inside hooks that store slot numbers in place of tensors."""
         step, update = self.step, self.step.update
         sources, target = [flat[name] for name in update.sources], flat[update.target]
@@ -70,9 +75,11 @@ class Entry:
 
         try:
             with saved_tensors_hooks(pack, unpack):
-                parts, replayable = self.call.forward(lambda: step.call(sources, target))
+                parts, replayable = self.call.forward(lambda: self._called(sources, target, 0))
                 self.fn_slots = len(self.live)
                 flat[update.target] = step.join(target, parts, alarms)
+            if learned is not None and not learned.knows(update.fn):
+                learned.learn(update.fn, self.live, [tensor for tensor, _ in self.call.grads])
             if not replayable:
                 self.kept = [t.detach() for t in self.live], [[leaf.detach() for leaf in part] for part in parts]
         finally:
@@ -98,13 +105,18 @@ class Entry:
             return len(captured) - 1
 
         with torch.enable_grad(), saved_tensors_hooks(capture, lambda slot: _unspoiled(captured[slot], self)):
-            parts = self.call.replay(lambda: step.call(sources, target))
+            parts = self.call.replay(lambda: self._called(sources, target, 1))
             with torch.no_grad():
                 before = target if undone else step.unjoin(target, parts)
             if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what
                 step.join(_fresh(before, self.target_grads), parts)
         self.verify(slots, marks)
         return captured, before
+
+    def _called(self, sources: list[list[Tensor]], target: list[Tensor], context: int) -> list[list[Tensor]]:
+        """`fn`, with the outputs of the operators that the policy saves stored (context 0) or taken from there (1)."""
+        with contextlib.nullcontext() if self.saving is None else self.saving[context]:
+            return self.step.call(sources, target)
 
     def verify(self, slots: list[Slot], marks: list[Mark]) -> None:
         """R7: the replay saved what the forward saved, and what is still the same tensor has not changed."""
@@ -159,11 +171,16 @@ class Tape:
     """One call of one reversed piece of a program. It lives as long as a slot of it may be asked for (R6)."""
 
     def __init__(
-        self, steps: list[Step], policy: Reverse, surroundings: Surroundings, alarms: RangeAlarms | None
+        self,
+        steps: list[Step],
+        policy: Reverse,
+        surroundings: Surroundings,
+        alarms: RangeAlarms | None = None,
+        learned: Learned | None = None,
     ) -> None:
-        self.policy, self.alarms = policy, alarms
+        self.policy, self.alarms, self.learned = policy, alarms, learned
         self.watch: DriftWatch | None = None
-        self.entries = [Entry(step, surroundings) for step in steps]
+        self.entries = [Entry(step, policy, surroundings) for step in steps]
         self.names = sorted({name for step in steps for name in (step.update.target, *step.update.sources)})
         self.sizes: list[int] = []
         self.passes: dict[int, Reversal] = {}
@@ -174,7 +191,7 @@ class Tape:
         if self.policy.watch is not None:
             self.watch = DriftWatch(self.policy, [leaf for name in self.names for leaf in flat[name]])
         for position, entry in enumerate(self.entries):
-            entry.run(flat, functools.partial(self.serve, position), self.alarms)
+            entry.run(flat, functools.partial(self.serve, position), self.alarms, self.learned)
         self.sizes = [len(flat[name]) for name in self.names]
         leaves = [leaf for name in self.names for leaf in flat[name]]
         if any(leaf.requires_grad for leaf in leaves):

@@ -54,8 +54,8 @@ class Update:
             raise TypeError(f"{self}: fn must be callable")
         if not isinstance(self.join, Join):
             raise TypeError(f"{self}: join must be a Join such as Add(), not {self.join!r}")
-        if self.policy is not None and not isinstance(self.policy, Policy):
-            raise TypeError(f"{self}: policy must be a Policy such as Keep(), not {self.policy!r}")
+        if self.policy is not None and not (isinstance(self.policy, Policy) and self.policy.of_one_update):
+            raise TypeError(f"{self}: policy must be one that an update can have, such as Keep(), not {self.policy!r}")
 
     def __str__(self) -> str:
         return f"Update of {self.target!r} by {self.name}"

@@ -1,0 +1,64 @@
+"""The networks that every contender runs: pre-norm causal attention (f) and a feed-forward network (g), in pairs."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from configurations import Configuration
+
+HEAD = 64
+Blocks = list[tuple[nn.Module, nn.Module]]
+
+
+class Attention(nn.Module):
+    """Pre-norm causal self-attention with heads of 64."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, d = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, n, 3, d // HEAD, HEAD).permute(2, 0, 3, 1, 4)  # (B, H, N, 64) each
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, n, d))
+
+
+class FeedForward(nn.Module):
+    """Pre-norm feed-forward network, four times as wide inside."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+def make_blocks(configuration: Configuration, device: torch.device, seed: int) -> Blocks:
+    """The pairs (f, g), with gradients allocated: the same weights for the same seed and device."""
+    torch.manual_seed(seed)
+    with device:
+        blocks = [
+            (Attention(configuration.width), FeedForward(configuration.width)) for _ in range(configuration.blocks)
+        ]
+    for parameter in parameters(blocks):
+        parameter.grad = torch.zeros_like(parameter)
+    return blocks
+
+
+def make_input(configuration: Configuration, device: torch.device, seed: int) -> Tensor:
+    """The input: the same for the same seed and device. It needs a gradient, as the output of an embedding does."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (configuration.batch, configuration.tokens, configuration.width)
+    return torch.randn(shape, generator=generator, device=device).requires_grad_()
+
+
+def parameters(blocks: Blocks) -> list[nn.Parameter]:
+    """All weights, in order."""
+    return [parameter for pair in blocks for network in pair for parameter in network.parameters()]

@@ -1,0 +1,228 @@
+"""Tables and plots from result files: `python benchmarks/report.py benchmarks/results/*.json`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Run = dict[str, Any]
+MIB = 2**20
+
+
+def add_ratios(runs: list[Run]) -> None:
+    """Give every run its time and memory as a multiple of kept activations, and kept its floor."""
+    kept = {(run["configuration"]["name"], run["contender"]): run for run in runs if measured(run)}
+    for run in kept.values():
+        base = kept.get((run["configuration"]["name"], run["compared_with"]))
+        if base is not None:
+            run["time_ratio"] = run["step_ms"] / base["step_ms"]
+            run["least_time_ratio"] = run["step_ms_min"] / base["step_ms_min"]  # the steadier one on a busy machine
+            run["memory_ratio"] = run["memory_bytes"] / base["memory_bytes"]
+        if "forward_ms" in run:  # reversing everything cannot cost less than one more forward
+            run["floor_ms"] = run["step_ms"] + run["forward_ms"]
+            run["floor_ratio"] = run["floor_ms"] / run["step_ms"]
+
+
+def measured(run: Run) -> bool:
+    return run["task"] == "measure" and run["status"] == "ok"
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    return f"{count / MIB:.2f} MiB" if count < 100 * MIB else f"{count / MIB:.0f} MiB"
+
+
+def outcome(run: Run) -> str:
+    """One run in a few words."""
+    if run["status"] != "ok":
+        return f"{run['status']}: {run['reason']}"
+    if run["task"] == "largest":
+        speed = f", {run['tokens_per_second']:.0f} tokens/s" if run["largest"] else ""
+        return f"{run['axis']} {run['largest']} in {size(run['budget_bytes'])}{speed}{mark(run)}"
+    ratio = f" ({run['time_ratio']:.2f}x)" if "time_ratio" in run else ""
+    return f"{run['step_ms']:.1f} ms{ratio}, {size(run['memory_bytes'])}, error {run['gradient_error']:.1e}{mark(run)}"
+
+
+def mark(run: Run) -> str:
+    """What is wrong with its gradients, if anything."""
+    if run["wrong"]:
+        return " WRONG"
+    return f" (linear layers in {' and '.join(run['precisions'])})" if set(run["precisions"]) - {"bfloat16"} else ""
+
+
+# Tables
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Everything in a result file, as Markdown."""
+    machine = results.get("machine") or {}
+    head = f"{results['date']}, {machine.get('device')}, torch {machine.get('torch')}, commit {results['commit']}"
+    loads = [run["load_before"] for run in results["runs"] if "load_before" in run]
+    if loads and machine.get("cpus") and max(loads) > machine["cpus"]:
+        head += f"\nBusy with other work too (load up to {max(loads)} on {machine['cpus']} CPUs): mind the times."
+    parts = [head]
+    for _, runs in grouped(results["runs"], "measure"):
+        sizes = runs[0]["configuration"]
+        parts.append("{name}: d{width} n{tokens} b{batch}, {blocks} blocks".format(**sizes) + floor(runs))
+        columns = ["contender", "step", "to kept", "least", "to kept", "memory", "to kept", "error", ""]
+        parts.append(table(columns, map(row, runs)))
+    for name, runs in grouped(results["runs"], "largest"):
+        parts.append(f"{name}: the largest that fits, weights and gradients included")
+        parts.append(table(["contender", "axis", "bytes", "largest", "step", "tokens/s"], map(largest_row, runs)))
+    return "\n\n".join(parts) + "\n"
+
+
+def grouped(runs: list[Run], task: str) -> Iterator[tuple[str, list[Run]]]:
+    """The runs of each configuration."""
+    names = dict.fromkeys(run["configuration"]["name"] for run in runs if run["task"] == task)
+    for name in names:
+        yield name, [run for run in runs if run["task"] == task and run["configuration"]["name"] == name]
+
+
+def floor(runs: list[Run]) -> str:
+    """What reversing must cost at least, as measured with kept."""
+    found = [run for run in runs if "floor_ratio" in run]
+    if not found:
+        return ""
+    return "; floor of reversing: {floor_ms:.1f} ms, {floor_ratio:.2f}x".format(**found[0])
+
+
+def row(run: Run) -> list[str]:
+    if run["status"] != "ok":
+        return [run["title"], run["status"], *6 * [""], short(run["reason"])]
+    median = [f"{run['step_ms']:.1f} ms", ratio(run, "time_ratio")]
+    least = [f"{run['step_ms_min']:.1f} ms", ratio(run, "least_time_ratio")]
+    memory = [size(run["memory_bytes"]), ratio(run, "memory_ratio")]
+    return [run["title"], *median, *least, *memory, f"{run['gradient_error']:.1e}", mark(run).strip(" ()")]
+
+
+def largest_row(run: Run) -> list[str]:
+    budget = [run["axis"], size(run["budget"])]
+    if run["status"] != "ok":
+        at_least = f"at least {run['largest']}" if run.get("largest") else ""
+        return [run["title"], *budget, at_least, run["status"], short(run["reason"])]
+    if not run["largest"]:
+        return [run["title"], *budget, "none", "", ""]
+    return [run["title"], *budget, str(run["largest"]), f"{run['step_ms']:.1f} ms", f"{run['tokens_per_second']:.0f}"]
+
+
+def ratio(run: Run, key: str) -> str:
+    return f"{run[key]:.2f}x" if key in run else ""
+
+
+def short(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def table(head: list[str], rows: Any) -> str:
+    """Aligned Markdown."""
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    lines.insert(1, ["-" * width for width in widths])
+    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in padded)
+
+
+# Plots
+
+
+def plots(results: dict[str, Any], stem: Path) -> list[Path]:
+    """Time against memory for each configuration, memory against depth where depth varies. None without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return []
+    matplotlib.use("Agg")
+    runs = [run for run in results["runs"] if measured(run)]
+    drawn = [time_against_memory(name, group, stem) for name, group in grouped(runs, "measure") if len(group) > 1]
+    return drawn + [memory_against_depth(shape, group, stem) for shape, group in depths(runs)]
+
+
+def time_against_memory(name: str, runs: list[Run], stem: Path) -> Path:
+    """One point a contender: down and left is better. Peers are crosses, wrong gradients red."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
+    for run in runs:
+        ours = "retrograd" in run["title"]
+        colour = "tab:red" if run["wrong"] else "tab:green" if ours else "tab:gray"
+        at = (run["memory_bytes"] / MIB, run["step_ms"])
+        axes.plot(*at, "o" if ours else "x", color=colour)
+        axes.annotate(run["contender"], at, textcoords="offset points", xytext=(5, 3), fontsize=7)
+    for run in runs:
+        if "floor_ms" in run:
+            axes.axhline(run["floor_ms"], color="tab:gray", linewidth=0.7, linestyle=":", label="kept + one forward")
+            axes.legend(loc="upper right", fontsize=7)
+    sizes = "d{width} n{tokens} b{batch}, {blocks} blocks".format(**runs[0]["configuration"])
+    axes.set(xscale="log", xlabel="peak memory above weights and gradients, MiB", ylabel="step, ms")
+    axes.margins(x=0.15)  # room for the names
+    plain_ticks(axes.xaxis)
+    axes.set_title(f"{name}: {sizes}", fontsize=10)
+    return saved(figure, stem, f"time-memory-{name}")
+
+
+def depths(runs: list[Run]) -> Iterator[tuple[tuple[int, int, int], list[Run]]]:
+    """The runs that differ in depth alone."""
+    shapes: dict[tuple[int, int, int], list[Run]] = {}
+    for run in runs:
+        sizes = run["configuration"]
+        shapes.setdefault((sizes["width"], sizes["tokens"], sizes["batch"]), []).append(run)
+    for shape, group in shapes.items():
+        if len({run["configuration"]["blocks"] for run in group}) > 1:
+            yield shape, group
+
+
+def memory_against_depth(shape: tuple[int, int, int], runs: list[Run], stem: Path) -> Path:
+    """One line a contender."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullLocator
+
+    figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
+    for contender in dict.fromkeys(run["contender"] for run in runs):
+        own = [run for run in runs if run["contender"] == contender]
+        points = sorted((run["configuration"]["blocks"], run["memory_bytes"] / MIB) for run in own)
+        style = "o-" if "retrograd" in own[0]["title"] else "x--"
+        axes.plot(*zip(*points, strict=True), style, label=own[0]["title"], linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="blocks", ylabel="peak memory above weights and gradients, MiB")
+    plain_ticks(axes.yaxis)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(blocks := sorted({run["configuration"]["blocks"] for run in runs}), list(map(str, blocks)))
+    axes.set_title("d{} n{} b{}".format(*shape), fontsize=10)
+    axes.legend(fontsize=7)
+    return saved(figure, stem, "memory-depth-d{}-n{}-b{}".format(*shape))
+
+
+def plain_ticks(axis: Any) -> None:
+    """Numbers in full at 1, 2 and 5 on a logarithmic axis."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
+
+
+def saved(figure: Any, stem: Path, what: str) -> Path:
+    import matplotlib.pyplot as plt
+
+    path = stem.with_name(f"{stem.name}-{what}.png".replace("/", "-").replace("=", ""))
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    for path in parser.parse_args().files:
+        results = json.loads(path.read_text())
+        add_ratios(results["runs"])
+        print(tables(results))
+        for drawn in plots(results, path.with_suffix("")):
+            print(f"plot: {drawn}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""`Auto`: keep what fits a budget of bytes, reverse the rest.
+
+The engine sees the size of everything that an update saves. The first step is reversed and tells; from then on the
+longest suffix of the program whose saved tensors fit is kept. A suffix, because the backward begins there: what is kept
+is gone before the first replay needs room.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .policies import Keep, Policy, Reverse
+from .sizes import format_bytes, parse_bytes
+from .surroundings import Surroundings
+
+
+@dataclass(frozen=True, eq=False)
+class Auto(Policy):
+    """Keep as much as fits the budget, and reverse the rest: the fastest step in the memory that you have.
+
+    `budget` is what the activations of the program may take: bytes, "8GiB", or a fraction of the memory that is free
+    when the first step begins. That step is reversed and learns what each update saves; from then on the longest
+    suffix of the program that fits is kept. Other shapes are learned anew. A budget below what reversing everything
+    takes is an error that names the smallest that works. `explain()` says what was chosen.
+
+    The choice depends on shapes and budget alone, so ranks of a distributed run agree; a fraction is refused there.
+
+    >>> Auto(budget="8GiB").budget
+    8589934592
+    """
+
+    of_one_update: ClassVar[bool] = False
+
+    budget: int | float | str
+    learned: dict[Any, Learned] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        budget = parse_bytes(self.budget) if isinstance(self.budget, str) else self.budget
+        if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < float("inf"):
+            raise ValueError(
+                f"Auto: budget must be bytes, a size such as '8GiB', or a fraction below 1, not {self.budget!r}"
+            )
+        object.__setattr__(self, "budget", budget if isinstance(budget, float) and budget < 1 else int(budget))
+
+    def explain(self) -> str:
+        """What was learned and chosen, for each shape of the streams that was seen."""
+        return "\n".join(each.explain() for each in self.learned.values()) or "Auto has not seen a training step yet."
+
+
+class Learned:
+    """What `Auto` knows about programs on streams of certain shapes."""
+
+    def __init__(self, streams: int, budget: int) -> None:
+        self.streams, self.budget = streams, budget  # in bytes
+        self.saved: dict[Any, int] = {}  # what each fn saves
+        self.length = self.kept = self.kept_bytes = 0
+
+    def choose(self, fns: Sequence[Callable[..., Any]]) -> Sequence[Policy]:
+        """A policy for each update of a program: a suffix is kept."""
+        self.length, self.kept, self.kept_bytes = len(fns), 0, 0
+        for fn in reversed(fns):
+            size = self.saved.get(_key(fn))
+            if size is None or self.need(self.kept_bytes + size) > self.budget:
+                break
+            self.kept, self.kept_bytes = self.kept + 1, self.kept_bytes + size
+        return [Reverse()] * (self.length - self.kept) + [Keep()] * self.kept
+
+    def knows(self, fn: Callable[..., Any]) -> bool:
+        """Whether it is known what this fn saves."""
+        return _key(fn) in self.saved
+
+    def learn(self, fn: Callable[..., Any], saved: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
+        """Note what a fn saves, less what is there anyway (weights, keywords)."""
+        there = {tensor.untyped_storage()._cdata for tensor in outside}
+        storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in saved)}
+        self.saved[_key(fn)] = sum(size for storage, size in storages.items() if storage not in there)
+
+    def need(self, kept: int) -> int:
+        """The most bytes that a step holds if so many are kept.
+
+        Streams and their gradients are always there, and an update in its backward holds up to twice what it saves;
+        when the first update is replayed, nothing kept is left.
+        """
+        largest = max(self.saved.values(), default=0)
+        return 2 * self.streams + max(kept + largest, 2 * largest)
+
+    def check(self) -> None:
+        """Refuse a budget that even reversing everything exceeds."""
+        if self.need(0) > self.budget:
+            raise RuntimeError(
+                f"Auto: the budget of {format_bytes(self.budget)} cannot be met: reversing every update takes "
+                f"{format_bytes(self.need(0))} ({self.need(0)} bytes). Give at least that, or a smaller batch"
+            )
+
+    def explain(self) -> str:
+        return (
+            f"streams of {format_bytes(self.streams)}, budget {format_bytes(self.budget)}: the last {self.kept} of "
+            f"{self.length} updates are kept ({format_bytes(self.kept_bytes)}), {self.length - self.kept} reversed; "
+            f"expected peak {format_bytes(self.need(self.kept_bytes))}, {format_bytes(self.need(0))} with none kept"
+        )
+
+
+def learned_for(policy: Auto, flat: dict[str, list[Tensor]], surroundings: Surroundings) -> Learned:
+    """What a policy knows about programs on such streams."""
+    shapes = tuple((name, tuple((t.shape, t.dtype, t.device) for t in leaves)) for name, leaves in flat.items())
+    key = (shapes, tuple(surroundings.autocast))
+    if key not in policy.learned:
+        leaves = [leaf for leaves in flat.values() for leaf in leaves]
+        size = sum(leaf.nbytes for leaf in leaves)
+        policy.learned[key] = Learned(size, _budget(policy, leaves[0].device if leaves else torch.device("cpu")))
+    return policy.learned[key]
+
+
+def _budget(policy: Auto, device: torch.device) -> int:
+    if isinstance(policy.budget, int):
+        return policy.budget
+    assert isinstance(policy.budget, float)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise ValueError("Auto: in a distributed run give the budget in bytes; ranks may have other amounts free")
+    if device.type == "cuda":
+        pooled = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + pooled
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(policy.budget * free)
+
+
+def _key(fn: Any) -> Any:
+    """What stands for a fn in the next call: the module, or for functions made anew at each call, their code."""
+    return weakref.ref(fn) if isinstance(fn, nn.Module) else getattr(fn, "__code__", fn)

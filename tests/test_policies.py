@@ -1,0 +1,264 @@
+"""Each policy against kept activations, in any mixture, counted in bytes and calls."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import retrograd as rg
+from retrograd.measure import LiveBytes
+from retrograd.sizes import format_bytes, parse_bytes
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, calls: list[str] | None = None) -> None:
+        super().__init__()
+        self.norm, self.project, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.calls = [] if calls is None else calls
+
+    def forward(self, x):
+        self.calls.append("replay" if rg.phase() and rg.phase().replaying else "forward")
+        q, k, v = self.project(self.norm(x)).unsqueeze(1).chunk(3, -1)
+        return self.out(functional.scaled_dot_product_attention(q, k, v).squeeze(1))
+
+
+def feed_forward(width: int) -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+def network(depth: int = 4, width: int = 16, policy: rg.Policy | None = None, calls: list[str] | None = None):
+    torch.manual_seed(0)
+    blocks = [(Attention(width, calls), feed_forward(width)) for _ in range(depth)]
+    return rg.ReversibleSequence(blocks, policy=policy or rg.Reverse())
+
+
+def gradients(net, x, **kwargs):
+    return torch.autograd.grad(net(x, **kwargs).sin().sum(), [x, *net.parameters()])
+
+
+def peak_bytes(net, x) -> int:
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with LiveBytes() as memory:
+        net(x).square().mean().backward()
+    return memory.peak
+
+
+POLICIES = [
+    rg.Keep(),
+    rg.Reverse(),
+    rg.Reverse(anchor_every=3),
+    rg.Reverse(save="attention"),
+    rg.Reverse(save="attention", anchor_every=2),
+    rg.Reverse(watch=1e-3),
+    rg.Offload(),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_gradients_equal_those_of_keep(policy):
+    net, x = network().double(), torch.randn(2, 6, 16, dtype=torch.double, requires_grad=True)
+    net.policy = rg.Keep()
+    expected = gradients(net, x)
+    net.policy = policy
+    for a, b in zip(gradients(net, x), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_mixture_of_policies_equals_keep(seed):
+    """Each update with a policy of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    net, x = network(depth=5).double(), torch.randn(2, 6, 16, dtype=torch.double, requires_grad=True)
+    choices = torch.randint(len(POLICIES) + 1, (10,), generator=generator).tolist()
+    program = [
+        rg.Update(u.target, u.fn, u.sources, policy=None if c == len(POLICIES) else POLICIES[c])
+        for u, c in zip(net.updates(), choices, strict=True)
+    ]
+
+    def grads(updates):
+        out = rg.run(updates, {"a": x, "b": x})
+        return torch.autograd.grad((out["a"] * out["b"]).sin().sum(), [x, *net.parameters()])
+
+    expected = grads([rg.Update(u.target, u.fn, u.sources, policy=rg.Keep()) for u in net.updates()])
+    for a, b in zip(grads(program), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("policy", "replays"), [(rg.Keep(), 0), (rg.Offload(), 0), (rg.Reverse(), 4)], ids=str)
+def test_calls_of_fn(policy, replays):
+    calls: list[str] = []
+    net = network(policy=policy, calls=calls)
+    net(torch.randn(2, 6, 16)).sum().backward()
+    assert calls == ["forward"] * 4 + ["replay"] * replays
+
+
+class TestSave:
+    def test_the_operator_runs_once(self):
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Count(TorchDispatchMode):
+            attention = 0
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                self.attention += "scaled_dot_product" in str(func) and "backward" not in str(func)
+                return func(*args, **(kwargs or {}))
+
+        found = {}
+        for policy in (rg.Reverse(), rg.Reverse(save="attention")):
+            with Count() as count:
+                network(depth=3, policy=policy)(torch.randn(2, 6, 16)).sum().backward()
+            found[policy] = count.attention
+        assert [*found.values()] == [6, 3]
+
+    def test_it_costs_the_outputs_of_the_operator(self):
+        grow = [
+            peak_bytes(network(16, policy=p), torch.randn(2, 6, 16))
+            - peak_bytes(network(8, policy=p), torch.randn(2, 6, 16))
+            for p in (rg.Reverse(), rg.Reverse(save="attention"))
+        ]
+        output, log_sum = 2 * 6 * 16 * 4, 2 * 6 * 4
+        assert grow[0] == 0
+        assert 8 * output <= grow[1] <= 8 * (output + 2 * log_sum)
+
+    def test_a_second_backward_is_refused_with_a_reason(self):
+        y = network(depth=1, policy=rg.Reverse(save="attention"))(torch.randn(2, 6, 16)).sum()
+        y.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="extra time"):
+            y.backward()
+
+    def test_dropout_inside_a_saved_operator_is_refused(self):
+        """What it drew is not drawn again in the replay, so all that comes after would differ."""
+
+        def fn(x):
+            return functional.dropout((x * torch.rand(x.shape)).sin(), 0.5)
+
+        b = torch.ones(2, 4, requires_grad=True)
+        out = rg.run([rg.Update("a", fn, "b")], {"a": b, "b": b}, policy=rg.Reverse(save="aten.rand"))
+        with pytest.raises(RuntimeError, match=r"update 0 .* other random numbers"):
+            out["a"].sum().backward()
+
+    @pytest.mark.parametrize("save", ["attenton", "aten.no_such_operator", [torch.sin], 3, ["mm", None]])
+    def test_what_does_not_exist_is_refused_where_it_is_written(self, save):
+        with pytest.raises(ValueError, match="save must be 'attention' or operators"):
+            rg.Reverse(save=save)
+
+    def test_names_and_operators_are_the_same(self):
+        mm = torch.ops.aten.mm.default
+        assert mm in rg.Reverse(save="aten.mm").save
+        assert mm in rg.Reverse(save=["aten::mm"]).save
+        assert rg.Reverse(save=[mm]).save == (mm,)
+
+
+class TestAuto:
+    x = torch.randn(2, 32, 16)
+
+    def test_unlimited_keeps_everything_after_the_first_step(self):
+        calls: list[str] = []
+        net = network(policy=rg.Auto("1GiB"), calls=calls)
+        for replays in (4, 0, 0):
+            calls.clear()
+            net(self.x).sum().backward()
+            assert calls.count("replay") == replays
+
+    def test_the_peak_never_exceeds_the_budget(self):
+        kept = peak_bytes(network(12, policy=rg.Keep()), self.x)
+        reversed_ = peak_bytes(network(12), self.x)
+        lengths = []
+        for budget in itertools.chain(range(2 * reversed_, kept, (kept - reversed_) // 8), [kept * 2]):
+            net = network(12, policy=rg.Auto(budget))
+            peak_bytes(net, self.x)
+            assert peak_bytes(net, self.x) <= budget
+            lengths.append(next(iter(net.policy.learned.values())).kept)
+        assert lengths == sorted(lengths)
+        assert lengths[0] < 12 < lengths[-1] == 24
+
+    def test_a_budget_that_cannot_be_met_names_the_smallest_that_can(self):
+        net = network(policy=rg.Auto(1000))
+        with pytest.raises(RuntimeError, match=r"cannot be met: .* \((\d+) bytes\)") as caught:
+            net(self.x)
+        smallest = int(str(caught.value).split("(")[1].split(" ")[0])
+        net.policy = rg.Auto(smallest)
+        assert max(peak_bytes(net, self.x) for _ in range(3)) <= smallest
+        net.policy = rg.Auto(smallest - 1)
+        with pytest.raises(RuntimeError, match="cannot be met"):
+            net(self.x)
+
+    def test_other_shapes_are_learned_anew(self):
+        calls: list[str] = []
+        net = network(policy=rg.Auto("1GiB"), calls=calls)
+        for length, replays in ((8, 4), (8, 0), (16, 4), (16, 0), (8, 0)):
+            calls.clear()
+            net(torch.randn(2, length, 16)).sum().backward()
+            assert calls.count("replay") == replays
+        assert len(net.policy.explain().splitlines()) == 2
+
+    def test_layer_dropout_is_no_new_program(self):
+        net = network(8, policy=rg.Auto("1GiB"))
+        net.layer_dropout = 0.5
+        for _ in range(20):
+            net(self.x).sum().backward()
+        (learned,) = net.policy.learned.values()
+        assert len(learned.saved) == 16
+        assert learned.kept == learned.length > 0
+
+    def test_gradients_equal_those_of_keep(self):
+        net = network(8).double()
+        x = self.x.double().requires_grad_()
+        net.policy = rg.Keep()
+        expected = gradients(net, x)
+        net.policy = rg.Reverse()
+        budget = 4 * peak_bytes(net, x)
+        net.policy = rg.Auto(budget)
+        for _ in range(2):
+            for a, b in zip(gradients(net, x), expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+        assert 0 < next(iter(net.policy.learned.values())).kept < 16
+
+    def test_explain(self):
+        policy = rg.Auto("1MiB")
+        assert "not seen a training step" in policy.explain()
+        network(2, policy=policy)(self.x)
+        assert "budget 1.0 MiB" in policy.explain()
+
+    def test_a_fraction_of_what_is_free(self):
+        net = network(policy=rg.Auto(0.5))
+        net(self.x).sum().backward()
+        assert next(iter(net.policy.learned.values())).budget > 2**20
+
+    @pytest.mark.parametrize("budget", [0, -1, "8 bananas", "", None, True, float("nan"), float("inf"), -0.5])
+    def test_nonsense_is_refused_where_it_is_written(self, budget):
+        with pytest.raises((ValueError, TypeError)):
+            rg.Auto(budget)
+
+    def test_it_is_for_whole_programs(self):
+        with pytest.raises(TypeError, match="policy must be one that an update can have"):
+            rg.Update("a", torch.sin, "b", policy=rg.Auto("1GiB"))
+
+
+@pytest.mark.parametrize("k", [0, -2, 1.5, True, "4"])
+def test_a_nonsense_anchor_is_refused_where_it_is_written(k):
+    with pytest.raises(ValueError, match="anchor_every must be a positive number"):
+        rg.Reverse(anchor_every=k)
+
+
+@pytest.mark.parametrize("smallest", [-1, 1.5, True, None])
+def test_a_nonsense_offload_is_refused_where_it_is_written(smallest):
+    with pytest.raises(ValueError, match="smallest must be a number of bytes"):
+        rg.Offload(smallest)
+
+
+def test_sizes():
+    assert [parse_bytes(s) for s in ("8GiB", "1.5 kib", "500MB", "7", 7)] == [8 * 2**30, 1536, 500 * 10**6, 7, 7]
+    assert [format_bytes(n) for n in (0, 1023, 1536, 2**30, 300 * 2**20)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "1.0 GiB",
+        "300 MiB",
+    ]
+    for bad in ("8 bananas", "-1", "", None, 1.5):
+        with pytest.raises(ValueError, match="not a size in bytes"):
+            parse_bytes(bad)
