@@ -34,11 +34,46 @@ Flat = dict[str, list[Tensor]]
 Slot = tuple[torch.Size, torch.dtype, torch.device]
 """What forward and replay must agree on for each saved tensor (R7)."""
 
-Mark = tuple[int, int | None]
+Mark = tuple[int, int]
 """Which tensor a saved one is, or is a view of, and its version: the same tensor must have the same version (R7)."""
 
-Saved = tuple[Tensor, int | None]
-"""A saved tensor and its version when it was saved."""
+
+class Saved:
+    """What autograd saves while `fn` runs: as hooks, it puts slot numbers into the graph and the tensors here."""
+
+    __slots__ = ("tensors", "versions")
+
+    def __init__(self) -> None:
+        self.tensors: list[Any] = []  # None once it is taken
+        self.versions: list[int] = []
+
+    def pack(self, tensor: Tensor) -> int:
+        self.tensors.append(tensor)
+        self.versions.append(tensor._version)
+        return len(self.versions) - 1
+
+    def slots(self) -> list[Slot]:
+        return [(tensor.shape, tensor.dtype, tensor.device) for tensor in self.tensors]
+
+    def marks(self, sources: list[list[Tensor]]) -> list[Mark]:
+        """For each tensor, which one it is; streams are reconstructed, so theirs would say nothing."""
+        streams = {id(leaf if leaf._base is None else leaf._base) for leaves in sources for leaf in leaves}
+        bases = [tensor if tensor._base is None else tensor._base for tensor in self.tensors]
+        return [(0, 0) if id(base) in streams else (id(base), base._version) for base in bases]
+
+    def detach(self) -> None:
+        """Let go of the graph. It holds the hooks, and so these tensors: together they would never die."""
+        self.tensors = [tensor.detach() for tensor in self.tensors]
+
+    def __getitem__(self, slot: int) -> Tensor:
+        """A tensor, if nobody has changed it in place since it was saved: what autograd demands."""
+        tensor = self.tensors[slot]
+        if tensor._version != self.versions[slot]:
+            raise RuntimeError(
+                "a tensor that fn saved for its backward was changed in place afterwards "
+                f"(shape {tuple(tensor.shape)}, version {tensor._version}, expected {self.versions[slot]})"
+            )
+        return tensor
 
 
 class Entry:
@@ -48,13 +83,11 @@ class Entry:
 
     def __init__(self, step: Step, policy: Reverse, surroundings: Surroundings) -> None:
         self.step = step
-        self.saving = create_selective_checkpoint_contexts(list(policy.save)) if policy.save else None
         self.call = Call(step.index, step.update, surroundings)
-        self.slots: list[Slot] = []
-        self.marks: list[Mark] = []
-        self.live: list[Tensor] = []  # what is saved while fn runs: it may differentiate inside
-        self.kept: tuple[list[Tensor], list[list[Tensor]]] | None = (
-            None  # saved tensors and outputs, if no replay can be
+        self.saving = create_selective_checkpoint_contexts(list(policy.save)) if policy.save else None
+        self.live: Saved | None = None  # while fn runs: it may differentiate inside
+        self.kept: tuple[Saved, list[list[Tensor]]] | None = (
+            None  # what was saved and returned, if it cannot be replayed
         )
 
     def run(
@@ -65,53 +98,44 @@ class Entry:
         sources, target = [flat[name] for name in update.sources], flat[update.target]
         self.source_grads = [[leaf.requires_grad for leaf in leaves] for leaves in sources]
         self.target_grads = [leaf.requires_grad for leaf in target]
-        streams = _bases(sources)
-
-        def pack(tensor: Tensor) -> int:
-            self.live.append(tensor)  # until fn returns, as it will be in the replay
-            self.slots.append((tensor.shape, tensor.dtype, tensor.device))
-            self.marks.append(_mark(tensor, streams))
-            return len(self.live) - 1
-
+        saved = self.live = Saved()
         try:
-            with saved_tensors_hooks(pack, unpack):
+            with saved_tensors_hooks(saved.pack, unpack):
                 parts, replayable = self.call.forward(lambda: self._called(sources, target, 0))
-                self.fn_slots = len(self.live)
+                self.fn_slots = len(saved.tensors)
                 flat[update.target] = step.join(target, parts, alarms)
+            self.slots, self.marks = saved.slots(), saved.marks(sources)
             if learned is not None and not learned.knows(update.fn):
-                learned.learn(update.fn, self.live, [tensor for tensor, _ in self.call.grads])
+                learned.learn(update.fn, saved.tensors, [tensor for tensor, _ in self.call.grads])
             if not replayable:
-                self.kept = [t.detach() for t in self.live], [[leaf.detach() for leaf in part] for part in parts]
+                saved.detach()
+                self.kept = saved, [[leaf.detach() for leaf in part] for part in parts]
         finally:
-            self.live.clear()  # the graph holds the hooks, and so this list: tensors in it would never die
+            self.live = None
+            if self.kept is None:
+                saved.tensors = []
 
-    def replay(self, streams: Flat, *, undone: bool = False) -> tuple[list[Saved | None], list[Tensor]]:
+    def replay(self, streams: Flat, *, undone: bool = False) -> tuple[Saved, list[Tensor]]:
         """Run `fn` again: what it saves, and the target as it was before the update (`undone`: it is that already)."""
         step, update = self.step, self.step.update
         target = streams[update.target]
+        saved = Saved()
         if self.kept is not None:
-            saved, parts = self.kept
-            return [(tensor, version(tensor)) for tensor in saved], step.unjoin(target, parts)
+            kept, parts = self.kept
+            saved.tensors, saved.versions = [*kept.tensors], kept.versions
+            return saved, target if undone else step.unjoin(target, parts)
         sources = [_fresh(streams[name], needs) for name, needs in zip(update.sources, self.source_grads, strict=True)]
-        known = _bases(sources)
-        captured: list[Saved | None] = []
-        slots: list[Slot] = []
-        marks: list[Mark] = []
-
-        def capture(tensor: Tensor) -> int:
-            slots.append((tensor.shape, tensor.dtype, tensor.device))
-            marks.append(_mark(tensor, known))
-            captured.append((tensor.detach(), version(tensor)))  # detached: the graph of the replay must die with it
-            return len(captured) - 1
-
-        with torch.enable_grad(), saved_tensors_hooks(capture, lambda slot: _unspoiled(captured[slot], self)):
-            parts = self.call.replay(lambda: self._called(sources, target, 1))
-            with torch.no_grad():
-                before = target if undone else step.unjoin(target, parts)
-            if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what
-                step.join(_fresh(before, self.target_grads), parts)
-        self.verify(slots, marks)
-        return captured, before
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.__getitem__):
+                parts = self.call.replay(lambda: self._called(sources, target, 1))
+                with torch.no_grad():
+                    before = target if undone else step.unjoin(target, parts)
+                if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what
+                    step.join(_fresh(before, self.target_grads), parts)
+            self.verify(saved.slots(), saved.marks(sources))
+        finally:
+            saved.detach()
+        return saved, before
 
     def _called(self, sources: list[list[Tensor]], target: list[Tensor], context: int) -> list[list[Tensor]]:
         """`fn`, with the outputs of the operators that the policy saves stored (context 0) or taken from there (1)."""
@@ -143,28 +167,6 @@ class Entry:
 def _fresh(leaves: list[Tensor], needs: list[bool]) -> list[Tensor]:
     """The same values as new leaves of a graph."""
     return [leaf.detach().requires_grad_(needed) for leaf, needed in zip(leaves, needs, strict=True)]
-
-
-def _bases(sources: list[list[Tensor]]) -> set[int]:
-    return {id(leaf if leaf._base is None else leaf._base) for leaves in sources for leaf in leaves}
-
-
-def _mark(tensor: Tensor, streams: set[int]) -> Mark:
-    """Which tensor this is a view of, and its version. Streams are reconstructed, so theirs says nothing."""
-    base = tensor if tensor._base is None else tensor._base
-    return (0, None) if id(base) in streams else (id(base), version(base))
-
-
-def _unspoiled(saved: Saved | None, entry: Entry) -> Tensor:
-    """A saved tensor, if nobody has changed it in place since it was saved: what autograd demands."""
-    assert saved is not None
-    tensor, seen = saved
-    if version(tensor) != seen:
-        raise RuntimeError(
-            f"{entry}: a tensor that fn saved for its backward was changed in place afterwards "
-            f"(shape {tuple(tensor.shape)}, version {version(tensor)}, expected {seen})"
-        )
-    return tensor
 
 
 class Tape:
@@ -225,9 +227,9 @@ class Tape:
 
     def serve(self, position: int, slot: int) -> Tensor:
         """The saved tensor that autograd asks for."""
-        entry = self.entries[position]
-        if entry.live:
-            return entry.live[slot]
+        live = self.entries[position].live
+        if live is not None:
+            return live[slot]
         reversal = self.passes.get(_current_pass())
         if reversal is None:
             reversal = self.begin(self._finals(position), again=False)
@@ -253,7 +255,7 @@ class Reversal:
     def __init__(self, entries: list[Entry], streams: Flat, watch: DriftWatch | None) -> None:
         self.entries, self.streams, self.watch = entries, streams, watch
         self.position = len(entries)  # every update from here on is undone in `streams`
-        self.captured: dict[int, list[Saved | None]] = {}
+        self.captured: dict[int, Saved] = {}
         self.lock = threading.RLock()  # autograd runs one thread per device
 
     def serve(self, position: int, slot: int) -> Tensor:
@@ -262,11 +264,15 @@ class Reversal:
             while self.position > position:
                 self._forget(self.entries[position].slots[slot][2])
                 self._step_back(passing=self.position - 1 > position)
-            captured = self.captured.get(position)
-            if captured is None or captured[slot] is None:
-                captured = self._again(position)
-            saved, captured[slot] = captured[slot], None
-            return _unspoiled(saved, self.entries[position])
+            saved = self.captured.get(position)
+            if saved is None or saved.tensors[slot] is None:
+                saved = self._again(position)
+            try:
+                return saved[slot]
+            except RuntimeError as error:
+                raise RuntimeError(f"{self.entries[position]}: {error}") from None
+            finally:
+                saved.tensors[slot] = None
 
     def _step_back(self, *, passing: bool) -> None:
         """Reverse one update. `passing`: only to get to an earlier one, since nobody asked for what this one saved."""
@@ -287,14 +293,12 @@ class Reversal:
 
         Autograd runs the nodes of one device from the last to the first, so none of it will be asked for any more.
         """
-        for position, captured in list(self.captured.items()):
-            left = [None if saved is None or saved[0].device == device else saved for saved in captured]
-            if any(saved is not None for saved in left):
-                self.captured[position] = left
-            else:
+        for position, saved in list(self.captured.items()):
+            saved.tensors = [None if tensor is None or tensor.device == device else tensor for tensor in saved.tensors]
+            if all(tensor is None for tensor in saved.tensors):
                 del self.captured[position]
 
-    def _again(self, position: int) -> list[Saved | None]:
+    def _again(self, position: int) -> Saved:
         """A second time in one pass (a custom function that reads `ctx.saved_tensors` twice): replay once more."""
         entry = self.entries[position]
         if position != self.position:
