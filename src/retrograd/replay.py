@@ -294,11 +294,14 @@ class Reached:
         # `_modules`, `_parameters` and `_buffers` instead of the public generators: ten times faster, and parameters
         # can be exchanged for plain tensors. tests/test_replay.py fails when they change.
         self.modules.append(module)
-        for value in module.__dict__.values():
-            if type(value) is torch.Generator:
-                self.generators.append(value)
-            elif type(value) is Tensor and self.direct:
-                self.tensors.append(value)
+        if not type(module).__module__.startswith(
+            "torch.nn.modules."
+        ):  # those hold no tensors or generators of their own
+            for value in module.__dict__.values():
+                if type(value) is torch.Generator:
+                    self.generators.append(value)
+                elif type(value) is Tensor and self.direct:
+                    self.tensors.append(value)
         for child in module._modules.values():
             if child is not None:
                 self.walk(child)

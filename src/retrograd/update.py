@@ -39,10 +39,10 @@ class Update:
     policy: Policy | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.sources, str):
-            object.__setattr__(self, "sources", (self.sources,))
-        else:
-            object.__setattr__(self, "sources", tuple(self.sources))
+        if type(self.sources) is not tuple:
+            object.__setattr__(
+                self, "sources", (self.sources,) if isinstance(self.sources, str) else tuple(self.sources)
+            )
         if not isinstance(self.target, str) or not all(isinstance(source, str) for source in self.sources):
             raise TypeError(f"{self}: target and sources are names of streams, not {self.target!r}, {self.sources!r}")
         if self.target in self.sources:
