@@ -109,22 +109,24 @@ class DriftWatch:
             _drifts.note(turn, self.policy, [Arriving(value) for value in worst])
 
 
-class _Drifts(threading.local):
-    """The drifts of the last backward pass of this thread."""
+class _Drifts:
+    """The drifts of the last backward pass. Autograd runs it in threads of its own, so there is one for all."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.turn = -1
         self.found: list[tuple[Reverse, list[Arriving]]] = []
 
     def note(self, turn: int, policy: Reverse, arriving: list[Arriving]) -> None:
-        if turn != self.turn:
-            self.settle(wait=False)
-            self.turn, self.found = turn, []
-        self.found.append((policy, arriving))
+        with self.lock:
+            if turn != self.turn:
+                self.settle(wait=False)
+                self.turn, self.found = turn, []
+            self.found.append((policy, arriving))
 
     def settle(self, *, wait: bool) -> None:
         """Warn or raise about what has arrived."""
-        for policy, arriving in self.found:
+        for policy, arriving in [*self.found]:
             values = [value for value in (each.here(wait=wait) for each in arriving) if value is not None]
             drift = max((float(value) for value in values), default=0.0)
             if policy.watch is None or not drift > policy.watch:
@@ -152,7 +154,7 @@ def settle_drifts(policy: Reverse) -> None:
 
 
 def last_drift() -> float | None:
-    """The largest relative error that `Reverse(watch=...)` saw in this thread's last backward pass; None if none yet.
+    """The largest relative error that `Reverse(watch=...)` saw in the last backward pass; None before the first.
 
     Waits for the device, so ask when you log, not at each step.
 

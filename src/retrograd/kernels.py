@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -13,7 +15,7 @@ from triton.language.extra import libdevice  # pyright: ignore[reportMissingImpo
 BLOCK = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["flag"])
 def _rounded_add(target, out, new, flag, size, steps, grid, limit, noting: tl.constexpr, block: tl.constexpr):
     where = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = where < size
@@ -26,13 +28,26 @@ def _rounded_add(target, out, new, flag, size, steps, grid, limit, noting: tl.co
             tl.store(flag, 1)
 
 
+# Triton looks at every argument at each launch, which takes the host longer than the kernel takes the device. What it
+# would find depends on these few things, so the compiled kernel is launched directly.
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
 def rounded_add(target: Tensor, out: Tensor, grid: float, gain: float, flag: Tensor | None, limit: float) -> Tensor:
-    """`target + grid * rint(out * gain / grid)` for contiguous tensors on one device."""
+    """`target + grid * rint(out * gain / grid)` for contiguous float32 targets, with `out` on the same device."""
     new, size = torch.empty_like(target), target.numel()
-    if size:
-        noted = target if flag is None else flag.view(torch.uint8)
-        with torch.cuda.device(target.device):
-            _rounded_add[(triton.cdiv(size, BLOCK),)](  # pyright: ignore[reportIndexIssue]
-                target, out, new, noted, size, gain / grid, grid, limit, flag is not None, BLOCK
-            )
+    if not size:
+        return new
+    noted = target if flag is None else flag.view(torch.uint8)
+    blocks = (triton.cdiv(size, BLOCK), 1, 1)
+    arguments = (target, out, new, noted, size, gain / grid, grid, limit, flag is not None, BLOCK)
+    aligned = (target.data_ptr() | out.data_ptr() | new.data_ptr()) % 16 == 0 and size % 16 == 0 and size < 2**31
+    key = (target.device, out.dtype, flag is not None) if aligned and size > 1 else None
+    with torch.cuda.device(target.device):
+        if key is None:
+            _rounded_add[blocks](*arguments)  # pyright: ignore[reportIndexIssue]
+        elif (known := _compiled.get(key)) is not None:
+            known[blocks](*arguments)
+        else:
+            _compiled[key] = _rounded_add[blocks](*arguments)  # pyright: ignore[reportIndexIssue]
     return new

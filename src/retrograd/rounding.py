@@ -26,9 +26,10 @@ class RoundedAdd(torch.autograd.Function):
 
     @staticmethod
     def forward(target: Tensor, out: Tensor, grid: float, gain: float, flag: Tensor | None, limit: float) -> Tensor:
-        kernel = _kernel() if target.is_cuda and target.is_contiguous() and out.is_contiguous() else None
-        if kernel is not None and out.device == target.device:
-            return kernel(target, out, grid, gain, flag, limit)
+        if target.is_cuda and target.dtype == torch.float32 and target.is_contiguous() and out.is_contiguous():
+            kernel = _kernel()
+            if kernel is not None and out.device == target.device:
+                return kernel(target, out, grid, gain, flag, limit)
         steps = (out.to(target.dtype) * (gain / grid)).round_()
         new = torch.add(target, steps, alpha=grid)
         if flag is not None and new.numel():
