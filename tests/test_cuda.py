@@ -89,7 +89,7 @@ def test_the_kernel_gives_the_bits_of_the_plain_operators(out, shape, gain):
     plain = torch.add(target, (given.float() * (gain * 2**13)).round_(), alpha=2**-13)
     assert torch.equal(rounded_add(target, given, 2**-13, gain, flag, 2048.0), plain)
     assert not flag
-    rounded_add(target + 2048, given, 2**-13, gain, flag, 2048.0)
+    rounded_add(torch.full_like(target, 4096.0), given, 2**-13, gain, flag, 2048.0)
     assert flag
 
 
