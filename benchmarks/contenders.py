@@ -189,10 +189,10 @@ def offload(blocks: Blocks, x: Tensor) -> Network:
     return rg.ReversibleSequence(blocks, policy=made("Offload"))
 
 
-@contender("auto", "retrograd Auto(half of kept)")
+@contender("auto", "retrograd Auto(what checkpointing takes)")
 def auto(blocks: Blocks, x: Tensor) -> Network:
-    half_of_kept = len(blocks) * 10 * x.nbytes // 2  # a kept block stores about ten times its float32 input
-    return rg.ReversibleSequence(blocks, policy=made("Auto", budget=half_of_kept))
+    of_checkpointing = (2 * len(blocks) + 12) * x.nbytes  # two streams a block, and what one block needs meanwhile
+    return rg.ReversibleSequence(blocks, policy=made("Auto", budget=of_checkpointing))
 
 
 @contender("exact-keep", "retrograd ExactAdd(), Keep()", gradients_of="exact-keep")
