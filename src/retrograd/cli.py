@@ -1,0 +1,371 @@
+"""The command `retrograd`: check, measure and plan a model given as `package.module:factory`.
+
+A command is one `Command` in `COMMANDS`: what it is called, its arguments, and a function that returns an `Outcome`.
+The exit status is 0 if all is well, 1 if a problem was found, and 2, with one sentence on stderr, for a bad call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+import retrograd as rg
+
+from .measure import measure, parse_bytes
+from .plan import plan
+
+
+class UsageError(Exception):
+    """A call that cannot be right, in one sentence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a command has to say: to a person, to a machine (`--json`), and to the shell."""
+
+    text: str
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+    status: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A subcommand: `arguments` adds its options to a parser, `run` does it."""
+
+    name: str
+    summary: str
+    example: str
+    arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], Outcome]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point: run a command and return the exit status.
+
+    >>> main(["measure", "no.such.module:factory", "--input", "2,8"])
+    2
+    """
+    parsed = parser().parse_args(arguments)
+    try:
+        outcome = parsed.command.run(parsed)
+    except UsageError as error:
+        if getattr(parsed, "traceback", False):
+            traceback.print_exc()
+        print(f"retrograd {parsed.command.name}: {error}", file=sys.stderr)
+        return 2
+    if getattr(parsed, "json", False):
+        print(json.dumps(outcome.data, indent=2))
+    elif outcome.text:
+        print(outcome.text)
+    return outcome.status
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    top = _Parser(prog="retrograd", description="Reversible networks for PyTorch: check, measure and plan them.")
+    top.add_argument("--version", action="version", version=f"retrograd {rg.__version__}")
+    commands = top.add_subparsers(title="commands", metavar="command", required=True)
+    for command in COMMANDS.values():
+        sub = commands.add_parser(
+            command.name,
+            help=command.summary,
+            description=command.summary[0].upper() + command.summary[1:] + ".",
+            epilog="example:\n  " + command.example,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.arguments(sub)
+        sub.set_defaults(command=command)
+    return top
+
+
+# The arguments that commands on a model share.
+
+
+def _model_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("model", metavar="package.module:factory", help="what to import and call: it returns the module")
+    sub.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="SHAPE[:DTYPE]",
+        help="an input, such as 2,128,64 or 2,128:int64, or a keyword, mask=2,128:bool; once for each",
+    )
+    sub.add_argument("--device", default="cpu", help="where to run (default: cpu)")
+    sub.add_argument("--autocast", choices=sorted(_AUTOCAST), help="the dtype of a forward under autocast")
+    sub.add_argument("--json", action="store_true", help="print JSON")
+    sub.add_argument("--traceback", action="store_true", help="show where an error came from")
+
+
+def _policy_argument(sub: argparse.ArgumentParser, words: str, **options: Any) -> None:
+    names = "keep, reverse, reverse:16 (anchor_every), offload or auto:8GiB"
+    sub.add_argument("--policy", metavar="POLICY", help=f"{words}: {names}", **options)
+
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _factory(args: argparse.Namespace) -> Callable[[], nn.Module]:
+    """What `package.module:factory` names, as a function that returns a module or raises a UsageError."""
+    module_name, _, attribute = args.model.partition(":")
+    if not module_name or not attribute:
+        raise UsageError(f"{args.model!r} must be written package.module:factory")
+    if "" not in sys.path and "." not in sys.path:
+        sys.path.insert(0, "")  # models live beside the shell, and `python -m retrograd` sees them too
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise UsageError(f"cannot import {module_name!r}: {_sentence(error)}") from error
+    for name in attribute.split("."):
+        try:
+            found = getattr(found, name)
+        except AttributeError as error:
+            raise UsageError(f"{module_name!r} has no {attribute!r}") from error
+
+    def build() -> nn.Module:
+        try:
+            model = found if isinstance(found, nn.Module) else found()
+        except Exception as error:
+            raise UsageError(f"{args.model} failed: {_sentence(error)}") from error
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"{args.model} returned no module, but {type(model).__name__}")
+        return model
+
+    return build
+
+
+def _inputs(args: argparse.Namespace, device: torch.device | str) -> tuple[list[Tensor], dict[str, Any]]:
+    """The inputs and keywords that `--input` describes: normal floats, small integers, on the device."""
+    inputs: list[Tensor] = []
+    kwargs: dict[str, Any] = {}
+    for text in args.input:
+        keyword, _, described = text.rpartition("=")
+        sizes, _, name = described.partition(":")
+        dtype = getattr(torch, name or "float32", None)
+        if not isinstance(dtype, torch.dtype):
+            raise UsageError(f"--input {text}: torch has no dtype {name!r}")
+        try:
+            shape = [int(size) for size in sizes.split(",")]
+        except ValueError:
+            shape = [-1]
+        if min(shape) < 0:
+            raise UsageError(f"--input {text}: a shape is written like 2,128,64")
+        floating = dtype.is_floating_point or dtype.is_complex
+        try:
+            if device == "meta":
+                made = torch.empty(shape, dtype=dtype, device="meta")
+            elif floating:
+                made = torch.randn(shape, device=device).to(dtype)
+            else:
+                made = torch.randint(0, 2, shape, device=device).to(dtype)
+        except Exception as error:
+            raise UsageError(f"--input {text}: {_sentence(error)}") from error
+        if keyword:
+            kwargs[keyword] = made
+        else:
+            inputs.append(made)
+    if not inputs and not kwargs:
+        raise UsageError("at least one --input is needed, such as --input 2,128,64")
+    return inputs, kwargs
+
+
+def _device(args: argparse.Namespace) -> torch.device:
+    try:
+        return torch.device(args.device)
+    except RuntimeError as error:
+        raise UsageError(f"--device {args.device}: {_sentence(error)}") from error
+
+
+def _on_device(args: argparse.Namespace) -> tuple[nn.Module, list[Tensor], dict[str, Any]]:
+    """The model with its policy and its inputs, on the device."""
+    device, model = _device(args), _factory(args)()
+    try:
+        model.to(device)
+    except Exception as error:
+        raise UsageError(f"--device {args.device}: {_sentence(error)}") from error
+    if getattr(args, "policy", None) is not None:
+        reversibles = [module for module in model.modules() if isinstance(module, rg.Reversible)]
+        if not reversibles:
+            raise UsageError(f"--policy {args.policy}: there is no Reversible in the model")
+        for module in reversibles:
+            module.policy = _policy(args.policy)
+    return (model, *_inputs(args, device))
+
+
+def _policy(text: str) -> rg.Policy:
+    name, _, option = text.partition(":")
+    try:
+        if name == "reverse":
+            return rg.Reverse(anchor_every=int(option) if option else None)
+        if name == "auto" and option:
+            return rg.Auto(budget=parse_bytes(option))
+        if name in ("keep", "offload") and not option:
+            return rg.Keep() if name == "keep" else rg.Offload()
+    except ValueError as error:
+        raise UsageError(f"--policy {text}: {error}") from error
+    raise UsageError(f"--policy {text}: policies are keep, reverse, reverse:16, offload and auto:8GiB")
+
+
+def _attempt(args: argparse.Namespace, function: Callable[[], Any]) -> Any:
+    """Run the model; if it fails, say on what."""
+    try:
+        return function()
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{args.model} fails on {' '.join(args.input)}: {_sentence(error)}") from error
+
+
+def _sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+# The commands.
+
+
+def _check(args: argparse.Namespace) -> Outcome:
+    from .check import check
+
+    model, inputs, kwargs = _on_device(args)
+    context: AbstractContextManager[Any] = nullcontext()
+    if args.autocast is not None:
+        context = torch.autocast(torch.device(args.device).type, _AUTOCAST[args.autocast])
+    with context:
+        report = _attempt(args, lambda: check(model, *inputs, **kwargs))
+    return Outcome(str(report), {"ok": report.ok, **dataclasses.asdict(report)}, 0 if report.ok else 1)
+
+
+def _measure(args: argparse.Namespace) -> Outcome:
+    model, inputs, kwargs = _on_device(args)
+    found = _attempt(args, lambda: measure(model, *inputs, autocast=_AUTOCAST.get(args.autocast), **kwargs))
+    if args.plot is not None:
+        try:
+            found.plot(args.plot)
+        except (ImportError, OSError, ValueError) as error:
+            raise UsageError(f"--plot {args.plot}: {error}") from error
+    return Outcome(str(found), found.as_dict())
+
+
+def _measure_arguments(sub: argparse.ArgumentParser) -> None:
+    _model_arguments(sub)
+    _policy_argument(sub, "in place of the model's own")
+    sub.add_argument("--plot", metavar="PATH", help="draw the timeline of live bytes into a PNG, PDF or SVG")
+
+
+def _plan(args: argparse.Namespace) -> Outcome:
+    device, build = _device(args), _factory(args)
+    inputs, kwargs = _inputs(args, "meta")
+    for text in args.budget:
+        _size("--budget", text)
+    card = _size("--card", args.card) if args.card else None
+    also = [_policy(text) for text in args.policy]
+    options: dict[str, Any] = {"device": device, "autocast": _AUTOCAST.get(args.autocast)}
+    options |= {"budgets": args.budget, "card": card, "optimizer_states": args.optimizer_states, "also": also}
+    found = _attempt(args, lambda: plan(build, *inputs, **options, **kwargs))
+    fits = card is None or any(row.fits for row in found.rows)
+    return Outcome(str(found), dataclasses.asdict(found), 0 if fits else 1)
+
+
+def _plan_arguments(sub: argparse.ArgumentParser) -> None:
+    _model_arguments(sub)
+    _policy_argument(sub, "a row for this policy too, repeatable", action="append", default=[])
+    sub.add_argument("--budget", action="append", default=[], metavar="SIZE", help="a row for Auto(SIZE), repeatable")
+    sub.add_argument("--card", metavar="SIZE", help="the memory of the card; exit status 1 if nothing fits")
+    sub.add_argument(
+        "--optimizer-states", type=int, default=0, metavar="N", help="tensors per weight in the optimizer: 2 for Adam"
+    )
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
+def _completion_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("shell", choices=["bash", "zsh", "fish"])
+
+
+def _completion(args: argparse.Namespace) -> Outcome:
+    """Words to complete, read off the parser: the commands, and the options of each."""
+    top = parser()
+    group = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    options = {
+        name: [(option, action) for action in sub._actions for option in action.option_strings if option[:2] == "--"]
+        for name, sub in group.choices.items()
+    }
+    if args.shell == "fish":
+        lines = [f"complete -c retrograd -f -n __fish_use_subcommand -a {name}" for name in options]
+        for name, known in options.items():
+            for option, action in known:
+                words = (action.help or "").replace("'", "\\'")
+                line = f"complete -c retrograd -n '__fish_seen_subcommand_from {name}' -l {option[2:]} -d '{words}'"
+                lines.append(line + (f" -xa '{' '.join(action.choices)}'" if action.choices else ""))
+        return Outcome("\n".join(lines))
+    cases = [f"    {name}) words='{' '.join(option for option, _ in known)}' ;;" for name, known in options.items()]
+    lines = [
+        *(["autoload -U +X bashcompinit && bashcompinit"] if args.shell == "zsh" else []),
+        "_retrograd() {",
+        "  local words",
+        '  case "${COMP_WORDS[1]}" in',
+        *cases,
+        "  esac",
+        f"  [ \"$COMP_CWORD\" -eq 1 ] && words='{' '.join(options)}'",
+        '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))',
+        "}",
+        "complete -o default -F _retrograd retrograd",
+    ]
+    return Outcome("\n".join(lines))
+
+
+COMMANDS = {
+    command.name: command
+    for command in [
+        Command(
+            "check",
+            "compare the gradients of a model with those of kept activations",
+            "retrograd check my.models:make --input 2,128,64",
+            _model_arguments,
+            _check,
+        ),
+        Command(
+            "measure",
+            "measure the memory and the time of one training step",
+            "retrograd measure my.models:make --input 2,128,64 --policy keep --plot step.png",
+            _measure_arguments,
+            _measure,
+        ),
+        Command(
+            "plan",
+            "predict memory and cost for each policy, without allocating anything",
+            "retrograd plan my.models:make --input 1,131072,1024 --device cuda --autocast bf16 --card 80GiB",
+            _plan_arguments,
+            _plan,
+        ),
+        Command(
+            "completion",
+            "print a script that completes the commands in a shell",
+            'eval "$(retrograd completion bash)"',
+            _completion_arguments,
+            _completion,
+        ),
+    ]
+}
