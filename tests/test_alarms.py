@@ -60,7 +60,6 @@ def test_drift_raises_where_asked_to() -> None:
             step(net, x)
 
 
-@pytest.mark.xfail(reason="_Drifts.note settles the last pass again before it forgets it: it raises for ever")
 def test_the_module_works_after_drift_has_raised() -> None:
     net, x = narrow(on_drift="raise")
     with pytest.raises(RuntimeError, match=REMEDIES):
@@ -153,10 +152,9 @@ def test_small_and_empty_streams_are_looked_at_whole() -> None:
     watch = alarms.DriftWatch(rg.Reverse(watch=1.0), [torch.arange(7.0), torch.zeros(0), torch.tensor(3.0)])
     assert [sample.numel() for sample in watch.samples] == [7, 0, 1]
     watch.compare([torch.arange(7.0), torch.zeros(0), torch.tensor(3.3)], turn=1)
-    assert rg.last_drift() == pytest.approx(0.1)
+    assert rg.last_drift() == pytest.approx(0.3 / 6)  # relative to the largest value of all
 
 
-@pytest.mark.xfail(reason="nan > watch is false, and max() passes over nan")
 @pytest.mark.parametrize("drifted", [float("nan"), float("inf")])
 def test_a_reconstruction_that_is_no_number_is_drift(drifted: float) -> None:
     """What overflows cannot be undone: inf - inf. The gradients are lost, so this must not pass."""
@@ -173,7 +171,6 @@ def test_a_reconstruction_that_is_no_number_is_drift(drifted: float) -> None:
         y[:, 1:].sum().backward()
 
 
-@pytest.mark.xfail(reason="relative to a stream that is zero, any error is infinite")
 def test_a_stream_that_enters_as_zero_is_not_drift() -> None:
     """The v of a momentum network: a little noise where nothing was is no reason to worry."""
     net = rg.Momentum([nn.Linear(6, 6) for _ in range(4)], policy=rg.Reverse(watch=1e-3, on_drift="raise"))
@@ -291,7 +288,6 @@ def test_the_first_update_that_left_is_named() -> None:
         alarm.check(wait=True)
 
 
-@pytest.mark.xfail(reason="RangeAlarms.check looks at the flag of what enters last")
 def test_what_enters_is_named_before_the_updates_that_follow() -> None:
     alarm = RangeAlarms(_steps(5))
     for index in (-1, 0, 2):

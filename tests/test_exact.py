@@ -228,7 +228,6 @@ def test_leaving_the_range_in_the_last_piece_of_many() -> None:
         net(x).sum().backward()
 
 
-@pytest.mark.xfail(reason="RoundedAdd asks for >= limit, which nan is not")
 @pytest.mark.usefixtures("_arrival")
 def test_a_value_that_is_not_a_number_is_out_of_range() -> None:
     net, x = leaving(float("nan")), torch.ones(2, 4, requires_grad=True)
@@ -236,7 +235,6 @@ def test_a_value_that_is_not_a_number_is_out_of_range() -> None:
         net(x).sum().backward()
 
 
-@pytest.mark.xfail(reason="RangeAlarms.check looks at the flag of what enters last")
 @pytest.mark.usefixtures("_arrival")
 def test_a_stream_that_enters_outside_the_range() -> None:
     net, x = leaving(0.1), torch.full((2, 4), 3000.0, requires_grad=True)

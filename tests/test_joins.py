@@ -93,9 +93,7 @@ def test_a_join_that_cannot_weigh_says_so(join: rg.Join) -> None:
 
 
 def test_a_scaled_scale() -> None:
-    """Midpoint(join=Scale(...)) would need it; it is refused rather than wrong."""
-    with pytest.raises(TypeError, match="Scale cannot weigh its output"):
-        rg.Scale(0.5).scaled(2.0)
+    assert rg.Scale(0.5, 3.0).scaled(2.0) == rg.Scale(0.5, 6.0)
 
 
 def test_the_values_are_those_of_the_formulas() -> None:

@@ -102,7 +102,6 @@ def test_the_flag_is_set_far_outside(value: float) -> None:
     assert flag
 
 
-@pytest.mark.xfail(reason="RoundedAdd asks for >= limit, which nan is not")
 def test_the_flag_is_set_by_what_is_not_a_number() -> None:
     """It could not be undone either: nan - out is nan."""
     flag = torch.zeros((), dtype=torch.bool)

@@ -2,10 +2,14 @@
 
 from .alarms import DriftWarning, last_drift
 from .auto import Auto
+from .check import check
 from .engine import invert, run
 from .joins import Add, Affine, ExactAdd, Join, Scale
+from .measure import Measurement, measure
+from .plan import Plan, plan
 from .policies import Keep, Offload, Policy, Reverse
 from .replay import Phase, phase, remember
+from .report import Problem, Report
 from .reversible import Reversible
 from .sequences import DualModality, Midpoint, Momentum, ReversibleSequence
 from .update import Update
@@ -21,19 +25,26 @@ __all__ = [
     "ExactAdd",
     "Join",
     "Keep",
+    "Measurement",
     "Midpoint",
     "Momentum",
     "Offload",
     "Phase",
+    "Plan",
     "Policy",
+    "Problem",
+    "Report",
     "Reverse",
     "Reversible",
     "ReversibleSequence",
     "Scale",
     "Update",
+    "check",
     "invert",
     "last_drift",
+    "measure",
     "phase",
+    "plan",
     "remember",
     "run",
 ]

@@ -8,9 +8,11 @@ has arrived.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,14 +70,14 @@ class RangeAlarms:
             flags = arriving.here(wait=wait)
             if flags is None or not flags.any():
                 continue
+            entering = bool(flags[-1])
             index = int(flags.nonzero()[0])
-            entering = index == len(self.steps)
             exact = (step for step in self.steps if isinstance(step.update.join, ExactAdd))
             step = next(exact) if entering else self.steps[index]
             where = "a stream that enters" if entering else f"{step.update.label(step.index)}: its target"
             raise RuntimeError(
-                f"{where} left the range in which {step.update.join} is exact, so it cannot be reconstructed; give a "
-                "larger range, ExactAdd(range=...), normalise what enters, or use float64 streams"
+                f"{where} left the range in which {step.update.join} is exact, or is not finite, so it cannot be "
+                "reconstructed; give a larger range, ExactAdd(range=...), normalise what enters, or use float64 streams"
             )
 
 
@@ -100,13 +102,29 @@ class DriftWatch:
 
     def compare(self, leaves: Sequence[Tensor], turn: int) -> None:
         """Measure the reconstruction against the sample, for `last_drift` and `settle`."""
-        worst = [
-            (self._sample(leaf).double() - sample.double()).abs().max() / sample.double().abs().max().clamp_min(1e-30)
+        pairs = [
+            torch.stack([(self._sample(leaf).double() - sample.double()).abs().max(), sample.double().abs().max()])
             for leaf, sample in zip(leaves, self.samples, strict=True)
             if sample.numel() and sample.is_floating_point()
         ]
-        if worst:
-            _drifts.note(turn, self.policy, [Arriving(value) for value in worst])
+        _drifts.note(turn, self.policy, [Arriving(pair) for pair in pairs])
+
+
+@dataclass
+class Found:
+    """What one tape found in one backward pass: for each stream, its largest error and its largest value."""
+
+    policy: Reverse
+    arriving: list[Arriving]
+    settled: bool = False
+
+    def drift(self, *, wait: bool) -> float | None:
+        """The largest error relative to the largest value, NaN if there is one; None before any has arrived."""
+        pairs = [pair.tolist() for pair in (each.here(wait=wait) for each in self.arriving) if pair is not None]
+        if not pairs:
+            return None
+        errors, sizes = zip(*pairs, strict=True)
+        return math.nan if any(map(math.isnan, errors)) else max(errors) / (max(sizes) or 1.0)
 
 
 class _Drifts:
@@ -115,21 +133,23 @@ class _Drifts:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.turn = -1
-        self.found: list[tuple[Reverse, list[Arriving]]] = []
+        self.found: list[Found] = []
 
     def note(self, turn: int, policy: Reverse, arriving: list[Arriving]) -> None:
         with self.lock:
+            before = self.found
             if turn != self.turn:
-                self.settle(wait=False)
                 self.turn, self.found = turn, []
-            self.found.append((policy, arriving))
+            self.found.append(Found(policy, arriving))
+        if before is not self.found:
+            self.settle(before, wait=False)  # what had not arrived when that pass ended
 
-    def settle(self, *, wait: bool) -> None:
-        """Warn or raise about what has arrived."""
-        for policy, arriving in [*self.found]:
-            values = [value for value in (each.here(wait=wait) for each in arriving) if value is not None]
-            drift = max((float(value) for value in values), default=0.0)
-            if policy.watch is None or not drift > policy.watch:
+    def settle(self, found: list[Found], *, wait: bool) -> None:
+        """Warn or raise, once, about what has arrived."""
+        for each in found:
+            policy, drift = each.policy, None if each.settled else each.drift(wait=wait)
+            each.settled = each.settled or drift is not None
+            if policy.watch is None or drift is None or drift <= policy.watch:
                 continue
             message = (
                 f"a reversible program reconstructed its inputs with a relative error of {drift:.2g}, more than "
@@ -150,7 +170,7 @@ _warned: set[Reverse] = set()
 
 def settle_drifts(policy: Reverse) -> None:
     """At the end of a backward pass: raise now, or warn when the figures are here anyway."""
-    _drifts.settle(wait=policy.on_drift == "raise")
+    _drifts.settle([*_drifts.found], wait=policy.on_drift == "raise")
 
 
 def last_drift() -> float | None:
@@ -164,7 +184,6 @@ def last_drift() -> float | None:
     >>> rg.last_drift() < 1e-6
     True
     """
-    values = [
-        value for _, arriving in _drifts.found for each in arriving if (value := each.here(wait=True)) is not None
-    ]
-    return max((float(value) for value in values), default=None)
+    drifts = [each.drift(wait=True) for each in [*_drifts.found]]
+    found = [drift for drift in drifts if drift is not None]
+    return math.nan if any(map(math.isnan, found)) else max(found, default=None)

@@ -125,6 +125,9 @@ class Scale(Join):
         kept = target.sub(out[0], alpha=self.gain)
         return kept if self.keep == 1 else kept / self.keep
 
+    def scaled(self, gain: float) -> Join:
+        return replace(self, gain=self.gain * gain)
+
 
 @dataclass(frozen=True)
 class Affine(Join):

@@ -24,7 +24,7 @@ def _rounded_add(target, out, new, flag, size, steps, grid, limit, noting: tl.co
     value = old + libdevice.rint(given * steps.to(old.dtype)) * grid.to(old.dtype)
     tl.store(new + where, value, mask=inside)
     if noting:
-        if tl.max((tl.abs(value) >= limit.to(old.dtype)).to(tl.int32), axis=0) > 0:
+        if tl.min((tl.abs(value) < limit.to(old.dtype)).to(tl.int32), axis=0) == 0:  # so that NaN counts
             tl.store(flag, 1)
 
 

@@ -36,7 +36,7 @@ class Shelf:
 
         def pack(tensor: Tensor) -> Tensor | Box:
             if not tensor.is_cuda or tensor.nbytes < self.smallest or _is_weight(tensor):
-                return tensor
+                return tensor if tensor.is_leaf else tensor.detach()  # a node must not hold its own output
             seen.append((tensor, version(tensor)))  # alive until fn returns: it must not change under the copy
             boxes.append(Box(tensor))
             return boxes[-1]

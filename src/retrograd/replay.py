@@ -183,11 +183,14 @@ class Call:
 
     def _settle(self, module: nn.Module, before: dict[str, Any], direct: bool) -> bool:
         """After the forward: keep the copies of buffers that moved. False where they moved and no copy was taken."""
-        still = _still[module.training]
-        if any(
+        still, restless = _still[module.training], _restless[module.training]
+        changed = any(
             module._buffers.get(name) is not buffer or (buffer is not None and version(buffer) != seen)
             for name, (buffer, seen, _) in before.items()
-        ):
+        )
+        if not changed and module not in still and module not in restless and _differ(before):
+            restless.add(module)
+        if changed or module in restless:
             self.moved.append((module, {name: copy for name, (_, _, copy) in before.items()}))
             if module in still:
                 still.discard(module)
@@ -276,6 +279,11 @@ class Call:
 # Modules whose buffers did not move in their last call, in training and not: theirs are not copied beforehand. A wrong
 # guess costs memory once (see Call._settle), never a wrong gradient.
 _still: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), False: weakref.WeakSet()}
+
+
+# Modules whose buffers move without a new version, in training and not: torch's batch norm does that to the statistics
+# it is given. Found by comparing values, once for each module.
+_restless: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), False: weakref.WeakSet()}
 
 
 class Reached:
@@ -384,6 +392,15 @@ def _snapshot(module: nn.Module) -> dict[str, tuple[Tensor | None, int | None, T
         else (buffer, version(buffer), buffer.detach().clone() if copy else None)
         for name, buffer in module._buffers.items()
     }
+
+
+def _differ(before: dict[str, Any]) -> bool:
+    """Whether a buffer differs from its copy. (Fake tensors have no values: there, versions must do.)"""
+    return any(
+        not torch.equal(buffer, copy)
+        for buffer, _, copy in before.values()
+        if copy is not None and type(copy).__name__ != "FakeTensor"
+    )
 
 
 def _is_dtensor(tensor: Tensor | None) -> bool:

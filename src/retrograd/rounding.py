@@ -34,7 +34,7 @@ class RoundedAdd(torch.autograd.Function):
         new = torch.add(target, steps, alpha=grid)
         if flag is not None and new.numel():
             low, high = torch.aminmax(new)
-            flag.logical_or_(torch.maximum(-low, high) >= limit)
+            flag.logical_or_(~(torch.maximum(-low, high) < limit))  # so that NaN counts
         return new
 
     @staticmethod
