@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -394,11 +390,3 @@ def test_torch_func_jvp() -> None:
         x.requires_grad_()
         (gradient,) = torch.autograd.grad(loss_of(net(x)), x)
     torch.testing.assert_close(found, (gradient * direction).sum())
-
-
-def test_the_page_on_numerics_runs() -> None:
-    page = Path(__file__).parents[1] / "docs" / "numerics.md"
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 4
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": "page numerics"})
