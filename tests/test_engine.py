@@ -271,6 +271,18 @@ def test_invert_refuses_random_numbers():
         rg.invert(updates, {"a": torch.ones(4), "b": torch.ones(4)})
 
 
+def test_invert_refuses_a_program_drawn_at_random():
+    class Dropping(rg.Reversible):
+        def updates(self):
+            for _ in range(4):
+                if torch.rand(()) < 0.5:
+                    continue
+                yield rg.Update("a", torch.sin, "b")
+
+    with pytest.raises(RuntimeError, match="invert: an update draws random numbers"):
+        Dropping().inverse({"a": torch.ones(4), "b": torch.ones(4)})
+
+
 # What torch has no public name for
 
 

@@ -204,6 +204,15 @@ class TestAuto:
         assert len(learned.saved) == 16
         assert learned.kept == learned.length > 0
 
+    def test_an_update_with_a_policy_of_its_own_stands_aside(self):
+        net, policy = network(4), rg.Auto("1GiB")
+        program = [rg.Update(u.target, u.fn, u.sources) for u in net.updates()]
+        program[-1] = rg.Update("b", program[-1].fn, "a", policy=rg.Keep())
+        for _ in range(2):
+            rg.run(program, {"a": self.x, "b": self.x}, policy=policy)
+        (learned,) = policy.learned.values()
+        assert (learned.kept, learned.length) == (7, 7)
+
     def test_gradients_equal_those_of_keep(self):
         net = network(8).double()
         x = self.x.double().requires_grad_()

@@ -71,6 +71,15 @@ def test_run_and_invert_take_and_return_streams() -> None:
     assert_same(net.invert(out, gain=2.0), {"b": b, "a": a})
 
 
+@pytest.mark.xfail(reason="only the default generators are watched", raises=pytest.fail.Exception)
+def test_invert_refuses_what_draws_from_a_generator_of_the_user() -> None:
+    generator, (a, b) = torch.Generator(), inputs()
+    updates = [rg.Update("a", lambda b: b * torch.rand(1, generator=generator), "b")]
+    out = rg.run(updates, {"a": a, "b": b})
+    with pytest.raises(RuntimeError, match="draws random numbers"):
+        rg.invert(updates, out)
+
+
 @pytest.mark.parametrize(("keywords", "message"), [({}, "gain"), ({"gain": 1.0, "gian": 1.0}, "gian")])
 def test_keywords_of_updates_are_checked_by_python(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):

@@ -1,4 +1,4 @@
-"""The recipes against plain loops in float64, and what their constructors refuse. (DualModality has a file of its own.)"""
+"""The recipes against plain loops in float64, and what their constructors refuse. (DualModality: test_dual_modality.py.)"""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.inner = feed_forward(WIDTH)
 
     def forward(self, x: Tensor, shift: Any = 0.0) -> Tensor:
-        return x + self.inner(x + shift)
+        return x + self.inner(x) * (1 + shift)
 
 
 # ReversibleSequence: what goes in and what comes out
@@ -343,7 +343,7 @@ def test_gamma_out_of_range(gamma: float) -> None:
 
 @pytest.mark.parametrize("recipe", [rg.Momentum, rg.Midpoint])
 def test_blocks_of_a_stack_are_modules(recipe: Any) -> None:
-    with pytest.raises(TypeError, match="block 1 must be a module, not .*sin"):
+    with pytest.raises(TypeError, match=r"block 1 must be a module, not .*sin"):
         recipe([linear(), torch.sin])
     with pytest.raises(TypeError, match="block 0 must be a module"):
         recipe(pairs())

@@ -199,9 +199,9 @@ def test_random_numbers_are_refused() -> None:
             torch.rand(1)
 
 
-def test_what_draws_nothing_or_only_from_its_own_generator_is_not_refused() -> None:
+def test_what_draws_nothing_is_not_refused() -> None:
     with no_random_numbers("this", [torch.ones(1)]):
-        torch.rand(1, generator=torch.Generator())
+        torch.ones(1).sin()
 
 
 def test_an_exception_inside_is_not_hidden_by_the_random_numbers() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .policies import Keep, Policy, Reverse
 from .sizes import format_bytes, parse_bytes
 from .surroundings import Surroundings
+from .update import Update
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,8 @@ class Auto(Policy):
     `budget` is what the activations of the program may take: bytes, "8GiB", or a fraction of the memory that is free
     when the first step begins. That step is reversed and learns what each update saves; from then on the longest
     suffix of the program that fits is kept. Other shapes are learned anew. A budget below what reversing everything
-    takes is an error that names the smallest that works. `explain()` says what was chosen.
+    takes is an error that names the smallest that works. `explain()` says what was chosen. Updates with a policy of
+    their own are not counted.
 
     The choice depends on shapes and budget alone, so ranks of a distributed run agree; a fraction is refused there.
 
@@ -62,15 +64,18 @@ class Learned:
         self.saved: dict[Any, int] = {}  # what each fn saves
         self.length = self.kept = self.kept_bytes = 0
 
-    def choose(self, fns: Sequence[Callable[..., Any]]) -> Sequence[Policy]:
-        """A policy for each update of a program: a suffix is kept."""
-        self.length, self.kept, self.kept_bytes = len(fns), 0, 0
-        for fn in reversed(fns):
-            size = self.saved.get(_key(fn))
+    def choose(self, updates: Sequence[Update]) -> Sequence[Policy]:
+        """A policy for each update of a program: a suffix is kept. Those with a policy of their own are not counted."""
+        self.length = sum(update.policy is None for update in updates)
+        self.kept = self.kept_bytes = 0
+        policies: list[Policy] = []
+        for update in reversed(updates):
+            size = 0 if update.policy is not None else self.saved.get(_key(update.fn))
             if size is None or self.need(self.kept_bytes + size) > self.budget:
                 break
-            self.kept, self.kept_bytes = self.kept + 1, self.kept_bytes + size
-        return [Reverse()] * (self.length - self.kept) + [Keep()] * self.kept
+            policies.append(Keep())
+            self.kept, self.kept_bytes = self.kept + (update.policy is None), self.kept_bytes + size
+        return [Reverse()] * (len(updates) - len(policies)) + policies
 
     def knows(self, fn: Callable[..., Any]) -> bool:
         """Whether it is known what this fn saves."""

@@ -76,8 +76,8 @@ def invert(
     >>> rg.invert(program, rg.run(program, start))
     {'a': tensor([1.]), 'b': tensor([0.])}
     """
-    backwards = [update.inverse() for update in reversed(program(updates, streams))]
     with no_random_numbers("invert", leaves_of(dict(streams), Tensor)):
+        backwards = [update.inverse() for update in reversed(program(updates, streams))]
         return execute(backwards, streams, policy, insist=True)
 
 
@@ -109,7 +109,7 @@ def execute(
     else:
         surroundings = Surroundings(leaf.device for leaves in flat.values() for leaf in leaves)
         learned = learned_for(policy, flat, surroundings) if isinstance(policy, Auto) else None
-        policies = [policy] * len(steps) if learned is None else learned.choose([step.update.fn for step in steps])
+        policies = [policy] * len(steps) if learned is None else learned.choose([step.update for step in steps])
         surroundings.run(lambda: _run(steps, policies, flat, surroundings, alarms, learned))
         if learned is not None:
             learned.check()

@@ -99,7 +99,8 @@ class Reversible(nn.Module):
 
     def invert(self, streams: Mapping[str, Stream], **kwargs: Any) -> dict[str, Stream]:
         """The program backwards on streams that the caller holds."""
-        return invert(self.updates(**kwargs), streams, policy=self.policy_for(streams))
+        described = (update for update in self.updates(**kwargs))  # inside invert, which sees random numbers drawn here
+        return invert(described, streams, policy=self.policy_for(streams))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "compiled": {}}  # type: ignore[misc]
