@@ -157,9 +157,10 @@ def time_against_memory(name: str, runs: list[Run], stem: Path) -> Path:
             axes.axhline(run["floor_ms"], color="tab:gray", linewidth=0.7, linestyle=":", label="kept + one forward")
             axes.legend(loc="upper right", fontsize=7)
     sizes = "d{width} n{tokens} b{batch}, {blocks} blocks".format(**runs[0]["configuration"])
-    axes.set(xscale="log", xlabel="peak memory above weights and gradients, MiB", ylabel="step, ms")
+    axes.set(xscale="log", yscale="log", xlabel="peak memory above weights and gradients, MiB", ylabel="step, ms")
     axes.margins(x=0.15)  # room for the names
     plain_ticks(axes.xaxis)
+    plain_ticks(axes.yaxis)
     axes.set_title(f"{name}: {sizes}", fontsize=10)
     return saved(figure, stem, f"time-memory-{name}")
 

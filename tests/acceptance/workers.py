@@ -846,3 +846,41 @@ def sharded_streams(rank: int) -> None:
     with each_replayed_once():
         found = train(model, loss, [rank])
     assert_same(found, in_one_process(sequence_of(), on_one_batch, [0]))
+
+
+# Exact streams
+
+
+def to_the_bit(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Reversed and kept gradients are equal to the bit on every rank, whatever the wrapper does with them."""
+
+    def found(policy: rg.Policy) -> list[Tensor]:
+        torch.manual_seed(0)
+        blocks = [(network(), network()) for _ in range(12)]
+        model = wrap(rg.ReversibleSequence(blocks, join=rg.ExactAdd(), policy=policy).float())
+        torch.manual_seed(1 + rank)
+        x = torch.randn(4, 8, dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).square().mean()
+        loss.backward()
+        return [getattr(p.grad, "full_tensor", lambda grad=p.grad: grad)() for p in model.parameters()]
+
+    def network() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Dropout(0.1), nn.GELU(), nn.Linear(16, 8))
+
+    assert all(torch.equal(a, b) for a, b in zip(found(rg.Reverse()), found(rg.Keep()), strict=True))
+
+
+@row
+def exact_under_ddp(rank: int) -> None:
+    to_the_bit(rank, DistributedDataParallel)
+
+
+@row
+def exact_under_fsdp(rank: int) -> None:
+    def shard_each(model: nn.Module) -> nn.Module:
+        for block in model.blocks:
+            fully_shard([*block])
+        return fully_shard(model)
+
+    to_the_bit(rank, shard_each)
