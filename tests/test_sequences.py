@@ -1,4 +1,4 @@
-"""The recipes against plain loops in float64, and what their constructors refuse. (DualModality: test_dual_modality.py.)"""
+"""The recipes against plain loops in float64, and what they refuse. (DualModality: test_dual_modality.py.)"""
 
 from __future__ import annotations
 

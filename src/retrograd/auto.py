@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,6 @@ class Auto(Policy):
     >>> Auto(budget="8GiB").budget
     8589934592
     """
-
-    of_one_update: ClassVar[bool] = False
 
     budget: int | float | str
     learned: dict[Any, Learned] = field(default_factory=dict, repr=False)

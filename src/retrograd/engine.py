@@ -39,7 +39,7 @@ from .alarms import RangeAlarms
 from .auto import Auto, Learned, learned_for
 from .joins import ExactAdd
 from .offload import Shelf
-from .policies import Offload, Policy, Reverse
+from .policies import Keep, Offload, Policy, Reverse
 from .replay import running
 from .streams import Stream, Structure, flatten, leaves_of, unflatten
 from .surroundings import Surroundings, no_random_numbers
@@ -89,7 +89,7 @@ def execute(
     insist: bool = False,
 ) -> dict[str, Stream]:
     """`run`, with each `fn` called as `through(fn)`. `insist`: raise here if a stream leaves the range of its join."""
-    if not isinstance(policy, Policy):
+    if not isinstance(policy, (Reverse, Keep, Offload, Auto)):
         raise TypeError(f"policy must be a Policy such as Reverse(), not {policy!r}")
     flat: Flat = {}
     structures: dict[str, Structure] = {}

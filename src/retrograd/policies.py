@@ -6,15 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
 
 class Policy:
     """The base of `Reverse`, `Keep`, `Offload` and `Auto`."""
-
-    of_one_update: ClassVar[bool] = True  # or only of a whole program
 
 
 @dataclass(frozen=True)

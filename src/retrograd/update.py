@@ -12,7 +12,7 @@ from typing import Any
 
 from .alarms import RangeAlarms
 from .joins import Add, ExactAdd, Join
-from .policies import Policy
+from .policies import Keep, Offload, Policy, Reverse
 from .streams import Structure, Tensor, flatten_like, unflatten, versions
 
 
@@ -54,7 +54,7 @@ class Update:
             raise TypeError(f"{self}: fn must be callable")
         if not isinstance(self.join, Join):
             raise TypeError(f"{self}: join must be a Join such as Add(), not {self.join!r}")
-        if self.policy is not None and not (isinstance(self.policy, Policy) and self.policy.of_one_update):
+        if self.policy is not None and not isinstance(self.policy, (Reverse, Keep, Offload)):
             raise TypeError(f"{self}: policy must be one that an update can have, such as Keep(), not {self.policy!r}")
 
     def __str__(self) -> str:
