@@ -195,12 +195,12 @@ def test_states_on_cuda_are_two_integers() -> None:
 
 def test_random_numbers_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"this: an update draws random numbers \(dropout\?\).*use eval mode"):
-        with no_random_numbers("this", [torch.ones(1)]):
+        with no_random_numbers("this", [torch.default_generator]):
             torch.rand(1)
 
 
 def test_what_draws_nothing_is_not_refused() -> None:
-    with no_random_numbers("this", [torch.ones(1)]):
+    with no_random_numbers("this", [torch.default_generator]):
         torch.ones(1).sin()
 
 

@@ -40,9 +40,9 @@ from .auto import Auto, Learned, learned_for
 from .joins import ExactAdd
 from .offload import Shelf
 from .policies import Keep, Offload, Policy, Reverse
-from .replay import running
+from .replay import reach, running
 from .streams import Stream, Structure, flatten, leaves_of, unflatten
-from .surroundings import Surroundings, no_random_numbers
+from .surroundings import Surroundings, default_generators, no_random_numbers
 from .tape import Flat, Tape
 from .update import Step, Update, program
 
@@ -76,9 +76,19 @@ def invert(
     >>> rg.invert(program, rg.run(program, start))
     {'a': tensor([1.]), 'b': tensor([0.])}
     """
-    with no_random_numbers("invert", leaves_of(dict(streams), Tensor)):
+    _named(streams)
+    with no_random_numbers("invert", default_generators({leaf.device for leaf in leaves_of(dict(streams), Tensor)})):
         backwards = [update.inverse() for update in reversed(program(updates, streams))]
-        return execute(backwards, streams, policy, insist=True)
+        theirs = [generator for update in backwards for generator in reach(update.fn, update.kwargs).generators]
+        with no_random_numbers("invert", theirs):
+            return execute(backwards, streams, policy, insist=True)
+
+
+def _named(streams: Any) -> None:
+    if not isinstance(streams, Mapping):
+        raise TypeError(
+            f"streams must be a dict from names to tensors or trees of tensors, not {type(streams).__name__}"
+        )
 
 
 def execute(
@@ -91,6 +101,7 @@ def execute(
     """`run`, with each `fn` called as `through(fn)`. `insist`: raise here if a stream leaves the range of its join."""
     if not isinstance(policy, (Reverse, Keep, Offload, Auto)):
         raise TypeError(f"policy must be a Policy such as Reverse(), not {policy!r}")
+    _named(streams)
     flat: Flat = {}
     structures: dict[str, Structure] = {}
     for name, stream in streams.items():

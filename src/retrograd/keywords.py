@@ -39,14 +39,18 @@ def _names(fn: Any) -> frozenset[str] | None:
 
 @lru_cache(maxsize=1024)
 def _named_by_class(kind: type[nn.Module]) -> frozenset[str] | None:
-    return _named_by(kind.forward)
+    return _named_by(kind.forward, skipped=2)
 
 
-def _named_by(function: Callable[..., Any]) -> frozenset[str] | None:
-    parameters = inspect.signature(function).parameters.values()
+def _named_by(function: Callable[..., Any], skipped: int = 1) -> frozenset[str] | None:
+    """What a signature names after its first parameters: those are the stream's, and `self`."""
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except ValueError:  # some builtins have none
+        return frozenset()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return frozenset(p.name for p in parameters[skipped:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
 def refuse_unrouted(kwargs: Mapping[str, Any], taken: set[str], module: nn.Module) -> None:

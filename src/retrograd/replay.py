@@ -11,7 +11,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -38,10 +38,10 @@ class Phase:
 class _Frame:
     """One running `fn`. `remembered` is None where there will be no replay."""
 
-    __slots__ = ("phase", "remembered", "recalled")
+    __slots__ = ("phase", "remembered", "generators", "recalled")
 
-    def __init__(self, phase: Phase, remembered: list[Any] | None) -> None:
-        self.phase, self.remembered, self.recalled = phase, remembered, 0
+    def __init__(self, phase: Phase, remembered: list[Any] | None, generators: Sequence[torch.Generator]) -> None:
+        self.phase, self.remembered, self.generators, self.recalled = phase, remembered, generators, 0
 
     def recall(self) -> tuple[Any, list[tuple[torch.Generator, Any]]]:
         """What was remembered next in the forward: the value, and the generators it moved."""
@@ -66,12 +66,24 @@ _frames = _Frames()
 
 
 def running(
-    index: int, update: Update, function: Callable[[], T], remembered: list[Any] | None, replaying: bool = False
+    index: int,
+    update: Update,
+    function: Callable[[], T],
+    remembered: list[Any] | None,
+    generators: Sequence[torch.Generator] = (),
+    replaying: bool = False,
 ) -> T:
     """Call `function`, and say to `phase` and `remember` which `fn` it is; also in the traceback, if it fails."""
-    _frames.stack.append(_Frame(Phase(index, update.target, replaying), remembered))
+    frame = _Frame(Phase(index, update.target, replaying), remembered, generators)
+    _frames.stack.append(frame)
     try:
-        return function()
+        out = function()
+        if replaying and remembered is not None and frame.recalled != len(remembered):
+            raise RuntimeError(
+                f"{update.label(index)} calls remember() {frame.recalled} times in its replay and "
+                f"{len(remembered)} times in its forward: fn is not deterministic"
+            )
+        return out
     except Exception as error:
         error.add_note(f"retrograd: in {update.label(index)}, {'replayed in the backward' if replaying else 'forward'}")
         if "saved tensor hooks" in str(error):
@@ -115,7 +127,7 @@ def remember(compute: Callable[[], T]) -> T:
         for generator, after in drawn:
             restore(generator, after)
     else:
-        drawing = default_generators()
+        drawing = {*default_generators(), *(generator for frame in frames for generator in frame.generators)}
         before = [state(generator) for generator in drawing]
         with torch.no_grad():
             value = compute()
@@ -162,13 +174,13 @@ class Call:
         parameters = [p for m in reached.modules for p in m._parameters.values() if p is not None]
         self.grads = [(tensor, tensor.requires_grad) for tensor in reached.tensors + parameters]
         # A closure may show more modules than fn reads, and those may well change: watch only what fn itself is.
-        self.read = reached.tensors + parameters if reached.direct else reached.tensors
+        self.read = reached.tensors + [p for m in reached.own for p in m._parameters.values() if p is not None]
         self.versions = versions(self.read)
         before = [(module, _snapshot(module)) for module in reached.modules if module._buffers]
         generators = self.surroundings.generators + reached.generators
         states = [state(generator) for generator in generators]
 
-        out = running(self.index, self.update, function, self.remembered)
+        out = running(self.index, self.update, function, self.remembered, generators)
 
         after = [state(generator) for generator in generators]
         moved = zip(generators, states, after, strict=True)
@@ -178,7 +190,8 @@ class Call:
                 f"{self.update.label(self.index)}: fn changes {changed} in place, and a replay would change it again; "
                 "return what is new, hold it in a buffer, or give this update policy=Keep()"
             )
-        replayable = [self._settle(module, buffers, reached.direct) for module, buffers in before]
+        own = {id(module) for module in reached.own}
+        replayable = [self._settle(module, buffers, id(module) in own) for module, buffers in before]
         return out, all(replayable)
 
     def _settle(self, module: nn.Module, before: dict[str, Any], direct: bool) -> bool:
@@ -229,7 +242,7 @@ class Call:
             for generator, then, _ in self.random:
                 restore(generator, then)
             out = self.surroundings.run(
-                lambda: running(self.index, self.update, function, self.remembered, replaying=True)
+                lambda: running(self.index, self.update, function, self.remembered, (), replaying=True)
             )
             if any(digest(state(generator)) != after for generator, _, after in self.random):
                 raise RuntimeError(
@@ -289,88 +302,119 @@ _restless: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), Fa
 class Reached:
     """The modules, tensors and generators that a call can be seen to use."""
 
-    __slots__ = ("modules", "tensors", "generators", "direct", "_seen")
+    __slots__ = ("modules", "own", "tensors", "generators", "_seen")
 
-    def __init__(self, direct: bool) -> None:
-        self.modules: list[nn.Module] = []
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []  # all of them
+        self.own: list[nn.Module] = []  # those that fn itself is made of
         self.tensors: list[Tensor] = []
         self.generators: list[torch.Generator] = []
-        self.direct = direct
-        self._seen: set[int] = set()
+        self._seen: dict[int, int] = {}  # how far each object was followed
 
-    def walk(self, module: nn.Module) -> None:
+    def walk(self, module: nn.Module, *, own: bool) -> None:
+        """A module and its submodules; and what its hooks and its attributes lead to."""
         # `_modules`, `_parameters` and `_buffers` instead of the public generators: ten times faster, and parameters
         # can be exchanged for plain tensors. tests/test_replay.py fails when they change.
+        if id(module) in self._seen:
+            return
+        self._seen[id(module)] = _FAR
         self.modules.append(module)
-        if not type(module).__module__.startswith(
-            "torch.nn.modules."
-        ):  # those hold no tensors or generators of their own
-            for value in module.__dict__.values():
-                if type(value) is torch.Generator:
+        if own:
+            self.own.append(module)
+        if "forward" in module.__dict__:  # patched
+            self.look(module.__dict__["forward"], 3)
+        if module._forward_hooks or module._forward_pre_hooks:
+            self.look([*module._forward_hooks.values(), *module._forward_pre_hooks.values()], 3)
+        if not type(module).__module__.startswith("torch.nn.modules."):  # those keep all they have in the registries
+            for name, value in module.__dict__.items():
+                kind = type(value)
+                if kind is torch.Generator:
                     self.generators.append(value)
-                elif type(value) is Tensor and self.direct:
-                    self.tensors.append(value)
+                elif kind is Tensor:
+                    if own:
+                        self.tensors.append(value)
+                elif kind in (list, tuple, dict, set) and name not in _REGISTRIES:
+                    self.look(value, 3)
         for child in module._modules.values():
             if child is not None:
-                self.walk(child)
+                self.walk(child, own=own)
 
-    def look(self, value: Any, depth: int = 5) -> None:
+    def look(self, value: Any, depth: int) -> None:
         """Follow closures, globals, defaults, partial arguments, bound objects, containers and their like."""
-        if depth == 0 or value is None or id(value) in self._seen:
+        if depth <= self._seen.get(id(value), 0) or isinstance(value, _SIMPLE) or len(self._seen) > _MANY:
             return
-        self._seen.add(id(value))
+        first = id(value) not in self._seen
+        self._seen[id(value)] = depth
         if isinstance(value, Tensor):
-            self.tensors.append(value)
-        elif isinstance(value, nn.Module):
-            self.walk(value)
+            if first:
+                self.tensors.append(value)
         elif isinstance(value, torch.Generator):
-            self.generators.append(value)
-        elif isinstance(value, (str, int, float, type, types.ModuleType, types.BuiltinFunctionType)):
-            return
-        elif isinstance(value, types.FunctionType):
-            for inner in _used_by(value):
-                self.look(inner, depth - 1)
+            if first:
+                self.generators.append(value)
+        elif isinstance(value, nn.Module):
+            del self._seen[id(value)]
+            self.walk(value, own=False)
         elif isinstance(value, types.MethodType):
             self.look(value.__self__, depth)
             self.look(value.__func__, depth)
         elif isinstance(value, functools.partial):
             for inner in (value.func, *value.args, *value.keywords.values()):
                 self.look(inner, depth)
-        elif isinstance(value, (list, tuple, set)):
-            for inner in value:
+        else:
+            for inner in _held_by(value):
                 self.look(inner, depth - 1)
-        elif isinstance(value, dict):
-            for inner in value.values():
-                self.look(inner, depth - 1)
-        elif hasattr(value, "__dict__"):
-            for inner in vars(value).values():
-                self.look(inner, depth - 1)
+
+
+_FAR = 1 << 30
+_SIMPLE = (type(None), str, bytes, int, float, complex, type, types.ModuleType, types.BuiltinFunctionType, torch.dtype)
+_REGISTRIES = frozenset(nn.Module().__dict__)
 
 
 def reach(fn: Any, kwargs: Mapping[str, Any]) -> Reached:
-    """What a call of `fn` can be seen to use. A module is searched whole; a function as far as it shows."""
-    reached = Reached(direct=isinstance(fn, nn.Module))
-    if reached.direct:
-        reached.walk(fn)
+    """What a call of `fn` can be seen to use. A module is searched whole; anything else as far as it shows."""
+    reached = Reached()
+    if isinstance(fn, nn.Module):
+        reached.walk(fn, own=True)
     else:
-        reached.look(fn)
+        reached.look(fn, 5)
     for value in kwargs.values():
-        reached.look(value)
+        reached.look(value, 5)
     return reached
 
 
-def _used_by(function: types.FunctionType) -> Iterator[Any]:
-    """The objects that a function refers to."""
-    yield getattr(function, "__wrapped__", None)
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a cell that is still empty
-            yield cell.cell_contents
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, (nn.Module, Tensor, torch.Generator, types.FunctionType)):
-            yield value
+def _held_by(value: Any) -> Iterator[Any]:
+    """The objects that a function, a container or another object refers to."""
+    if isinstance(value, types.FunctionType):
+        yield getattr(value, "__wrapped__", None)
+        if (value.__module__ or "").split(".")[0] == "torch":
+            return
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a cell that is still empty
+                yield cell.cell_contents
+        for name in _names(value.__code__):
+            if not isinstance(known := value.__globals__.get(name), _SIMPLE):
+                yield known
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from value if len(value) <= _MANY else ()
+    elif isinstance(value, dict):
+        yield from value.values() if len(value) <= _MANY else ()
+    else:
+        yield from getattr(value, "__dict__", {}).values()
+        for name in getattr(type(value), "__slots__", ()):
+            yield getattr(value, name, None)
+
+
+_MANY = 4096  # a longer container is data; looking through more than that at each call would take too long
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The globals that a function and the functions inside it may use."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def _exchange(where: dict[str, Any], others: dict[str, Any], swapped: list[tuple[dict[str, Any], str, Any]]) -> None:

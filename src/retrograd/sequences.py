@@ -63,9 +63,9 @@ class ReversibleSequence(Reversible):
             raise ValueError(f"merge must be 'mean', 'sum' or 'concat', not {merge!r}")
         if merge == "concat" and split == "duplicate":
             raise ValueError("merge='concat' puts halves together; it needs split=<the dimension to halve>")
-        if not 0.0 <= layer_dropout < 1.0:
+        if not isinstance(layer_dropout, (int, float)) or not 0.0 <= layer_dropout < 1.0:
             raise ValueError(f"layer_dropout must be a probability below 1, not {layer_dropout!r}")
-        if not isinstance(reverse_above, int) or reverse_above < 0:
+        if not isinstance(reverse_above, int) or isinstance(reverse_above, bool) or reverse_above < 0:
             raise ValueError(f"reverse_above must be a length, 0 or more, not {reverse_above!r}")
         self.split_as, self.merge_as, self.join = split, merge, _checked_join(join)
         self.route = _checked_route(route, len(self.blocks))
@@ -130,7 +130,11 @@ class ReversibleSequence(Reversible):
     def policy_for(self, streams: Mapping[str, Stream]) -> Policy:
         if not self.reverse_above:
             return self.policy
-        lengths = [leaf.shape[1] for leaf in trees.leaves_of(dict(streams), Tensor) if leaf.dim() > 1]
+        lengths = [
+            leaf.shape[1] * (2 if self.split_as in (1, 1 - leaf.dim()) else 1)  # of the input, before it was halved
+            for leaf in trees.leaves_of(dict(streams), Tensor)
+            if leaf.dim() > 1
+        ]
         return self.policy if max(lengths, default=0) > self.reverse_above else Keep()
 
 
@@ -284,7 +288,7 @@ class Momentum(_Stack):
 
     def __init__(self, blocks: Iterable[nn.Module], gamma: float = 0.9, *, policy: Policy = Reverse()) -> None:
         super().__init__(blocks, policy=policy)
-        if not 0.0 < gamma < 1.0:
+        if not isinstance(gamma, (int, float)) or not 0.0 < gamma < 1.0:
             raise ValueError(f"gamma must lie between 0 and 1, not {gamma!r}")
         self.gamma = gamma
 
@@ -364,7 +368,13 @@ def _checked_join(join: Join) -> Join:
 
 
 def _checked_route(route: Route | None, depth: int) -> Route | None:
+    if route is not None and not isinstance(route, Mapping):
+        raise ValueError(f"route must be a dict from keywords to 'f', 'g' or 'fg', not {route!r}")
     for key, where in (route or {}).items():
+        if not isinstance(where, (str, list, tuple)):
+            raise ValueError(
+                f"route[{key!r}] must be '', 'f', 'g' or 'fg' (or one such string per block), not {where!r}"
+            )
         strings = [where] if isinstance(where, str) else list(where)
         if not isinstance(where, str) and len(strings) != depth:
             raise ValueError(f"route[{key!r}] has {len(strings)} entries for {depth} blocks")

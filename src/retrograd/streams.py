@@ -51,7 +51,7 @@ def leaves_of(tree: Any, kind: type[T]) -> list[T]:
     """Every leaf of this type in an arbitrary tree; whatever else it holds is passed over."""
     if isinstance(tree, kind):
         return [tree]
-    if not tree or isinstance(tree, (Tensor, str, int, float)):
+    if tree is None or isinstance(tree, (Tensor, str, int, float)):
         return []
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, kind)]
 

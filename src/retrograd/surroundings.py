@@ -4,12 +4,11 @@ attention backends that may be chosen, the random generators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 T = TypeVar("T")
 
@@ -116,9 +115,8 @@ def restore(generator: torch.Generator, state: Any) -> None:
 
 
 @contextmanager
-def no_random_numbers(what: str, tensors: Iterable[Tensor]) -> Iterator[None]:
+def no_random_numbers(what: str, watched: Sequence[torch.Generator]) -> Iterator[None]:
     """Refuse what draws random numbers inside: they would be other numbers than those of the forward."""
-    watched = default_generators({tensor.device for tensor in tensors})
     before = [state(generator) for generator in watched]
     yield
     if not all(same(state(generator), seen) for generator, seen in zip(watched, before, strict=True)):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from .alarms import RangeAlarms
 from .joins import Add, ExactAdd, Join
 from .policies import Keep, Offload, Policy, Reverse
@@ -39,6 +41,10 @@ class Update:
     policy: Policy | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sources, Iterable):
+            raise TypeError(f"{self}: sources are names of streams, not {self.sources!r}")
+        if not isinstance(self.kwargs, Mapping):
+            raise TypeError(f"{self}: kwargs must be a dict of keyword arguments for fn, not {self.kwargs!r}")
         if type(self.sources) is not tuple:
             object.__setattr__(
                 self, "sources", (self.sources,) if isinstance(self.sources, str) else tuple(self.sources)
@@ -94,8 +100,11 @@ class Update:
                         f"{self.label(index)}: fn returned shape {tuple(leaf.shape)} for a target of shape "
                         f"{tuple(into.shape)}; they must be equal (expand the output if it is meant to broadcast)"
                     )
-                if leaf.is_complex() and not into.is_complex():
-                    raise ValueError(f"{self.label(index)}: fn returned {leaf.dtype} for a target of {into.dtype}")
+                if not torch.can_cast(leaf.dtype, into.dtype):
+                    raise ValueError(
+                        f"{self.label(index)}: fn returned {leaf.dtype} for a target of {into.dtype}, which cannot "
+                        "hold it; cast the output in fn"
+                    )
             flat.append(leaves)
         return flat
 
