@@ -15,6 +15,7 @@ import platform
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +122,28 @@ def main() -> None:
     path = HERE / "results" / f"{now:%Y-%m-%d}-drift-cpu.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
+    plot(results, path.with_suffix(".png"))
     print(f"results: {path}")
+
+
+def plot(results: dict, path: Path) -> None:
+    """Gradient error against depth; what is exact lies on the axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(10, 5))
+    colours = iter(pyplot.colormaps["tab20"].colors)
+    for name, cells in results["rows"].items():
+        points = [(cell["depth"], max(cell["gradients"], 1e-9)) for cell in cells]
+        axes.plot(*zip(*points, strict=True), "o-", label=name, linewidth=1, markersize=3, color=next(colours))
+    axes.set(xscale="log", yscale="log", xlabel="blocks", ylabel="relative error of all gradients (1e-9: none)")
+    axes.set_xticks(DEPTHS, [str(depth) for depth in DEPTHS])
+    axes.minorticks_off()
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
