@@ -191,9 +191,7 @@ def offload(blocks: Blocks, x: Tensor) -> Network:
 
 @contender("auto", "retrograd Auto(what checkpointing takes)")
 def auto(blocks: Blocks, x: Tensor) -> Network:
-    of_checkpointing = (
-        max(2 * len(blocks) + 12, 28) * x.nbytes
-    )  # two streams a block, and what one block needs meanwhile
+    of_checkpointing = max(2 * len(blocks) + 12, 28) * x.nbytes  # two streams a block, and what one needs
     return rg.ReversibleSequence(blocks, policy=made("Auto", budget=of_checkpointing))
 
 
