@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import retrograd as rg
 from networks import assert_same
-from retrograd.replay import Call, _is_dtensor, reach
+from retrograd.reach import reach
+from retrograd.replay import Call, _is_dtensor
 from retrograd.surroundings import Surroundings
 
 HELD, NORM, NOISE = torch.ones(2), nn.BatchNorm1d(2), torch.Generator()

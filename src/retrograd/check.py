@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .auto import Auto
 from .examine import Examination, Program, copied, relative_error
 from .policies import Keep, Policy, Reverse
-from .replay import reach
+from .reach import reach
 from .report import Drift, GradientError, Problem, Report
 from .reversible import Reversible
 from .streams import Stream, leaves_of

@@ -40,7 +40,8 @@ from .auto import Auto, Learned, learned_for
 from .joins import ExactAdd
 from .offload import Shelf
 from .policies import Keep, Offload, Policy, Reverse
-from .replay import reach, running
+from .reach import reach
+from .replay import running
 from .streams import Stream, Structure, flatten, leaves_of, unflatten
 from .surroundings import Surroundings, default_generators, no_random_numbers
 from .tape import Flat, Tape
