@@ -55,7 +55,12 @@ numbers = st.floats(0.5, 2.0)
 joins = st.one_of(
     st.just(rg.Add()), st.just(rg.Affine()), st.just(Subtract()), st.builds(rg.Scale, keep=numbers, gain=numbers)
 )
-policies = st.one_of(st.just(rg.Reverse()), st.just(rg.Keep()), st.builds(rg.Reverse, anchor_every=st.integers(1, 4)))
+policies = st.one_of(
+    st.just(rg.Reverse()),
+    st.just(rg.Keep()),
+    st.just(rg.Offload()),
+    st.builds(rg.Reverse, anchor_every=st.integers(1, 4)),
+)
 
 
 @st.composite

@@ -70,10 +70,11 @@ class Box:
         stream = _copies(tensor.device)
         stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
-            self.host = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=True
-            )
-            self.host.copy_(tensor.detach(), non_blocking=True)
+            self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            source = tensor.detach()
+            if source.stride() != self.host.stride():  # a view with gaps: only what is dense is copied at full speed
+                source = torch.empty_like(source).copy_(source)
+            self.host.copy_(source, non_blocking=True)
             self.there = torch.cuda.Event()
             self.there.record()
         tensor.record_stream(stream)  # its memory is not reused before the copy is done
