@@ -160,14 +160,14 @@ def _run(
     learned: Learned | None,
 ) -> None:
     """Run each piece of the program as its policy says."""
-    for policy, segment in _segments(steps, policies):
+    for policy, segment in segments(steps, policies):
         if isinstance(policy, Reverse):
             Tape(segment, policy, surroundings, alarms, learned).run(flat)
         else:
             _keep(segment, flat, alarms, Shelf(policy.smallest) if isinstance(policy, Offload) else None)
 
 
-def _segments(steps: list[Step], policies: Sequence[Policy]) -> Iterator[tuple[Policy, list[Step]]]:
+def segments(steps: list[Step], policies: Sequence[Policy]) -> Iterator[tuple[Policy, list[Step]]]:
     """The program cut where the policy changes and at anchors: each reversed piece has its own tape and exit."""
     effective = {step.index: step.update.policy or policy for step, policy in zip(steps, policies, strict=True)}
     for policy, group in groupby(steps, key=lambda step: effective[step.index]):

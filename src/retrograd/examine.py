@@ -10,13 +10,13 @@ import contextlib
 import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from .engine import segments
 from .joins import ExactAdd
 from .measure import LiveBytes
 from .policies import Policy, Reverse
@@ -24,7 +24,7 @@ from .replay import Call
 from .report import Drift, Kind, Problem
 from .streams import Stream, Structure, flatten, leaves_of, map_tensors, versions
 from .surroundings import Surroundings, restore, state
-from .tape import Flat
+from .tape import Flat, fresh
 from .update import Step, Update
 
 ON_CHOICES = "take the choice once: remember(lambda: ...); or join=ExactAdd(), which reconstructs every bit"
@@ -136,7 +136,7 @@ class Examination:
                 parts, examined.replayable = self.program.surroundings.run(
                     lambda: call.forward(lambda: step.call(sources, examined.before))
                 )
-                after = step.join(_leaves(examined.before, needs[update.target]), parts)
+                after = step.join(fresh(examined.before, needs[update.target]), parts)
         except Exception:
             if versions(leaves) != seen:
                 self._problem("changes its inputs", step, f"fn changes a source {update.sources} in place", ON_INPUTS)
@@ -197,7 +197,8 @@ class Examination:
         """Reverse the program from its end as the engine does, and compare with what was there."""
         true, position = dict(true), len(steps)
         rows: list[Drift] = []
-        for piece in reversed(list(_reversed_pieces(steps, self.program.policy))):
+        pieces = list(segments(steps, [self.program.policy] * len(steps)))
+        for piece in reversed([piece for policy, piece in pieces if isinstance(policy, Reverse)]):
             while position > piece[-1].index + 1:  # kept
                 position -= 1
                 true[steps[position].update.target] = self.examined[position].before
@@ -246,20 +247,7 @@ def _detached(leaves: Iterable[Tensor]) -> list[Tensor]:
 
 def _fresh(step: Step, flat: Flat, flags: list[list[bool]]) -> list[list[Tensor]]:
     """The sources of an update as new leaves of a graph."""
-    return [_leaves(flat[name], needs) for name, needs in zip(step.update.sources, flags, strict=True)]
-
-
-def _leaves(tensors: list[Tensor], needs: list[bool]) -> list[Tensor]:
-    return [tensor.detach().requires_grad_(needed) for tensor, needed in zip(tensors, needs, strict=True)]
-
-
-def _reversed_pieces(steps: list[Step], policy: Policy) -> Iterator[list[Step]]:
-    """The pieces of a program that are reversed, cut where the policy changes and at anchors."""
-    for effective, group in groupby(steps, key=lambda step: step.update.policy or policy):
-        if isinstance(effective, Reverse):
-            piece = list(group)
-            length = effective.anchor_every or len(piece)
-            yield from (piece[start : start + length] for start in range(0, len(piece), length))
+    return [fresh(flat[name], needs) for name, needs in zip(step.update.sources, flags, strict=True)]
 
 
 @contextlib.contextmanager

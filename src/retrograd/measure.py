@@ -161,7 +161,7 @@ def measure(fn: Callable[..., Any], *inputs: Any, autocast: torch.dtype | None =
     device = device_of([*weights, *others])
     context = torch.autocast(device.type, autocast) if autocast is not None else nullcontext()
     leaves = [tensor for tensor in (*weights, *others) if tensor.is_leaf and tensor.requires_grad]
-    with _without_gradients(leaves):
+    with exchanged(leaves, "grad", None):
         train_step(fn, inputs, kwargs, context, leaves)
         seconds, allocated = _plain_step(fn, inputs, kwargs, context, leaves, device)
         ledger = Ledger(device)
@@ -279,13 +279,13 @@ def _plain_step(
 
 
 @contextmanager
-def _without_gradients(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Lay `.grad` aside, and put it back."""
-    before = [leaf.grad for leaf in leaves]
+def exchanged(objects: Sequence[Any], attribute: str, value: Any) -> Iterator[None]:
+    """Give each object another value of an attribute, and put its own back."""
+    before = [getattr(each, attribute) for each in objects]
     try:
-        for leaf in leaves:
-            leaf.grad = None
+        for each in objects:
+            setattr(each, attribute, value)
         yield
     finally:
-        for leaf, grad in zip(leaves, before, strict=True):
-            leaf.grad = grad
+        for each, own in zip(objects, before, strict=True):
+            setattr(each, attribute, own)

@@ -33,7 +33,7 @@ from . import alarms, rounding
 from .auto import Auto
 from .engine import run
 from .ledger import Ledger
-from .measure import belongings, format_bytes, ledger_step, parse_bytes, table, train_step
+from .measure import belongings, exchanged, format_bytes, ledger_step, parse_bytes, table, train_step
 from .policies import Keep, Policy, Reverse
 from .reversible import Reversible
 from .streams import Stream, leaves_of
@@ -156,16 +156,16 @@ def _scenarios(
     reversibles: Sequence[Reversible], budgets: Iterable[int | float | str], also: Iterable[Policy]
 ) -> Iterator[tuple[str, Any]]:
     """The name of each row, and the context in which the model behaves so."""
-    yield "kept", _with_policy(reversibles, Keep())
+    yield "kept", exchanged(reversibles, "policy", Keep())
     yield "checkpointed", checkpointed(reversibles)
-    yield "reversed", _with_policy(reversibles, Reverse())
+    yield "reversed", exchanged(reversibles, "policy", Reverse())
     for budget in budgets:
         yield (
             f"Auto({budget if isinstance(budget, (str, float)) else format_bytes(budget)})",
-            _with_policy(reversibles, Auto(budget)),
+            exchanged(reversibles, "policy", Auto(budget)),
         )
     for policy in also:
-        yield _label(policy), _with_policy(reversibles, policy)
+        yield _label(policy), exchanged(reversibles, "policy", policy)
 
 
 def _label(policy: Policy) -> str:
@@ -318,18 +318,6 @@ def _faked(inputs: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 
 def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple) and bool(value) and all(type(size) is int for size in value)
-
-
-@contextmanager
-def _with_policy(reversibles: Sequence[Reversible], policy: Policy) -> Iterator[None]:
-    before = [module.policy for module in reversibles]
-    try:
-        for module in reversibles:
-            module.policy = policy
-        yield
-    finally:
-        for module, own in zip(reversibles, before, strict=True):
-            module.policy = own
 
 
 @contextmanager

@@ -7,7 +7,7 @@ submodule just works, and dropping a layer is a plain `continue`. The recipes ar
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -99,8 +99,11 @@ class Reversible(nn.Module):
 
     def invert(self, streams: Mapping[str, Stream], **kwargs: Any) -> dict[str, Stream]:
         """The program backwards on streams that the caller holds."""
-        described = (update for update in self.updates(**kwargs))  # inside invert, which sees random numbers drawn here
-        return invert(described, streams, policy=self.policy_for(streams))
+
+        def described() -> Iterator[Update]:  # run by invert, which then sees random numbers that updates() draws
+            yield from self.updates(**kwargs)
+
+        return invert(described(), streams, policy=self.policy_for(streams))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "compiled": {}}  # type: ignore[misc]

@@ -124,14 +124,14 @@ class Entry:
             kept, parts = self.kept
             saved.tensors, saved.versions = [*kept.tensors], kept.versions
             return saved, target if undone else step.unjoin(target, parts)
-        sources = [_fresh(streams[name], needs) for name, needs in zip(update.sources, self.source_grads, strict=True)]
+        sources = [fresh(streams[name], needs) for name, needs in zip(update.sources, self.source_grads, strict=True)]
         try:
             with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.__getitem__):
                 parts = self.call.replay(lambda: self._called(sources, target, 1))
                 with torch.no_grad():
                     before = target if undone else step.unjoin(target, parts)
                 if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what
-                    step.join(_fresh(before, self.target_grads), parts)
+                    step.join(fresh(before, self.target_grads), parts)
             self.verify(saved.slots(), saved.marks(sources))
         finally:
             saved.detach()
@@ -164,7 +164,7 @@ class Entry:
         return self.step.update.label(self.step.index)
 
 
-def _fresh(leaves: list[Tensor], needs: list[bool]) -> list[Tensor]:
+def fresh(leaves: list[Tensor], needs: list[bool]) -> list[Tensor]:
     """The same values as new leaves of a graph."""
     return [leaf.detach().requires_grad_(needed) for leaf, needed in zip(leaves, needs, strict=True)]
 
