@@ -4,6 +4,7 @@ from .alarms import DriftWarning, last_drift
 from .auto import Auto
 from .check import check
 from .engine import invert, run
+from .graphed import Graphed, graphed
 from .joins import Add, Affine, ExactAdd, Join, Scale
 from .measure import Measurement, measure
 from .plan import Plan, plan
@@ -23,6 +24,7 @@ __all__ = [
     "DriftWarning",
     "DualModality",
     "ExactAdd",
+    "Graphed",
     "Join",
     "Keep",
     "Measurement",
@@ -40,6 +42,7 @@ __all__ = [
     "Scale",
     "Update",
     "check",
+    "graphed",
     "invert",
     "last_drift",
     "measure",

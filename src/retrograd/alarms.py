@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .capture import Capture, current
 from .joins import ExactAdd
 
 if TYPE_CHECKING:
@@ -61,14 +62,21 @@ class RangeAlarms:
         return self.flags[device][index]
 
     def send(self) -> None:
-        """The program has run: queue the flags for the host."""
-        self.arriving = [Arriving(flags) for flags in self.flags.values()]
+        """The program has run: queue the flags for the host. A captured one will have run after each launch."""
+        if isinstance(recording := current(), Capture):
+            recording.alarms.append(self)
+        else:
+            self.arriving += [Arriving(flags) for flags in self.flags.values()]
 
     def check(self, *, wait: bool) -> None:
         """Raise where a flag is set; `wait` for flags still on their way."""
-        for arriving in self.arriving:
+        pending, self.arriving = self.arriving, []
+        for arriving in pending:
             flags = arriving.here(wait=wait)
-            if flags is None or not flags.any():
+            if flags is None:
+                self.arriving.append(arriving)
+                continue
+            if not flags.any():
                 continue
             entering = bool(flags[-1])
             index = int(flags.nonzero()[0])

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from .alarms import RangeAlarms
 from .auto import Auto, Learned, learned_for
+from .capture import current
 from .joins import ExactAdd
 from .offload import Shelf
 from .policies import Keep, Offload, Policy, Reverse
@@ -161,10 +162,17 @@ def _run(
 ) -> None:
     """Run each piece of the program as its policy says."""
     for policy, segment in segments(steps, policies):
+        _refuse_in_graph(policy)
         if isinstance(policy, Reverse):
             Tape(segment, policy, surroundings, alarms, learned).run(flat)
         else:
             _keep(segment, flat, alarms, Shelf(policy.smallest) if isinstance(policy, Offload) else None)
+
+
+def _refuse_in_graph(policy: Policy) -> None:
+    """What works on the host at each step cannot be captured."""
+    if current() is not None and (isinstance(policy, Offload) or (isinstance(policy, Reverse) and policy.watch)):
+        raise RuntimeError(f"{policy} works on the host at each step, so it cannot be captured in a CUDA graph")
 
 
 def segments(steps: list[Step], policies: Sequence[Policy]) -> Iterator[tuple[Policy, list[Step]]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from .capture import Capture, Rehearsal, current
 from .reach import reach
 from .streams import leaves_of, version, versions
 from .surroundings import Surroundings, default_generators, digest, restore, same, state
@@ -125,16 +126,27 @@ def remember(compute: Callable[[], T]) -> T:
         for generator, after in drawn:
             restore(generator, after)
     else:
-        drawing = {*default_generators(), *(generator for frame in frames for generator in frame.generators)}
-        before = [state(generator) for generator in drawing]
-        with torch.no_grad():
-            value = compute()
-        # What is drawn next must be drawn from here in the replay too.
-        drawn = [(g, state(g)) for g, seen in zip(drawing, before, strict=True) if not same(state(g), seen)]
+        value, drawn = _computed(compute, frames)
     for frame in frames:
         if not frame.phase.replaying:
             frame.remembered.append((value, drawn))  # type: ignore[union-attr]
     return value
+
+
+def _computed(compute: Callable[[], T], frames: list[_Frame]) -> tuple[T, list[tuple[torch.Generator, Any]]]:
+    """What `compute` returns, and the generators it moved: what is drawn next, a replay must draw from there too."""
+    recording = current()
+    if isinstance(recording, Capture):
+        with torch.no_grad():
+            return compute(), recording.twin()
+    drawing = {*default_generators(), *(generator for frame in frames for generator in frame.generators)}
+    before = [state(generator) for generator in drawing]
+    with torch.no_grad():
+        value = compute()
+    drawn = [(g, state(g)) for g, seen in zip(drawing, before, strict=True) if not same(state(g), seen)]
+    if isinstance(recording, Rehearsal):
+        recording.note("remember()", drawn)
+    return value, drawn
 
 
 class Call:
@@ -146,7 +158,9 @@ class Call:
         "surroundings",
         "remembered",
         "random",
-        "modules",
+        "twin",
+        "modes",
+        "held",
         "moved",
         "grads",
         "read",
@@ -157,7 +171,9 @@ class Call:
         self.index, self.update, self.surroundings = index, update, surroundings
         self.remembered: list[Any] = []
         self.random: list[tuple[torch.Generator, Any, int]] = []  # generators the forward moved: whence, whither (R4)
-        self.modules: list[tuple[nn.Module, bool, dict[str, Any], dict[str, Any]]] = []  # flag, parameters, buffers
+        self.twin: list[tuple[torch.Generator, torch.Generator]] = []  # instead, inside a CUDA graph: see capture.py
+        self.modes: list[tuple[nn.Module, bool]] = []  # the modules of fn and their training flags
+        self.held: list[tuple[dict[str, Any], str, Any]] = []  # their parameters and buffers: where, name, tensor
         self.moved: list[tuple[nn.Module, dict[str, Tensor | None]]] = []  # copies of buffers that the forward moved
         self.grads: list[tuple[Tensor, bool]] = []  # which of the tensors that fn reads need gradients
         self.read: list[Tensor] = []  # what must not change until the replay (R7),
@@ -168,21 +184,24 @@ class Call:
         reached = reach(self.update.fn, self.update.kwargs)
         if any(isinstance(module, LazyModuleMixin) for module in reached.modules):
             return running(self.index, self.update, function, None), False  # its weights are not there yet
-        self.modules = [(m, m.training, m._parameters.copy(), m._buffers.copy()) for m in reached.modules]
+        self.modes = [(module, module.training) for module in reached.modules]
+        self.held = [
+            (where, name, tensor)
+            for module in reached.modules
+            for where in (module._parameters, module._buffers)
+            for name, tensor in where.items()
+        ]
         parameters = [p for m in reached.modules for p in m._parameters.values() if p is not None]
         self.grads = [(tensor, tensor.requires_grad) for tensor in reached.tensors + parameters]
         # A closure may show more modules than fn reads, and those may well change: watch only what fn itself is.
-        self.read = reached.tensors + [p for m in reached.own for p in m._parameters.values() if p is not None]
+        if len(reached.own) < len(reached.modules):
+            parameters = [p for m in reached.own for p in m._parameters.values() if p is not None]
+        self.read = reached.tensors + parameters
         self.versions = versions(self.read)
         before = [(module, _snapshot(module)) for module in reached.modules if module._buffers]
-        generators = self.surroundings.generators + reached.generators
-        states = [state(generator) for generator in generators]
 
-        out = running(self.index, self.update, function, self.remembered, generators)
+        out = self._first(function, reached.generators)
 
-        after = [state(generator) for generator in generators]
-        moved = zip(generators, states, after, strict=True)
-        self.random = [(g, then, digest(now)) for g, then, now in moved if not same(then, now)]
         if (changed := self._changed()) is not None:
             raise RuntimeError(
                 f"{self.update.label(self.index)}: fn changes {changed} in place, and a replay would change it again; "
@@ -191,6 +210,22 @@ class Call:
         own = {id(module) for module in reached.own}
         replayable = [self._settle(module, buffers, id(module) in own) for module, buffers in before]
         return out, all(replayable)
+
+    def _first(self, function: Callable[[], T], own: list[torch.Generator]) -> T:
+        """Run `fn` and note which generators it moves: the default ones, or those that it holds (R4)."""
+        recording, generators = current(), self.surroundings.generators + own
+        if isinstance(recording, Capture):
+            out = running(self.index, self.update, function, self.remembered, generators)
+            self.twin = recording.twin()
+            return out
+        states = self.surroundings.states() + [state(generator) for generator in own]
+        out = running(self.index, self.update, function, self.remembered, generators)
+        after = self.surroundings.states(moved=True) + [state(generator) for generator in own]
+        changes = zip(generators, states, after, strict=True)
+        self.random = [(g, then, digest(now)) for g, then, now in changes if not same(then, now)]
+        if isinstance(recording, Rehearsal):
+            recording.note(self.update.label(self.index), [(generator, then) for generator, then, _ in self.random])
+        return out
 
     def _settle(self, module: nn.Module, before: dict[str, Any], direct: bool) -> bool:
         """After the forward: keep the copies of buffers that moved. False where they moved and no copy was taken."""
@@ -221,24 +256,28 @@ class Call:
                 f"{self.update.label(self.index)}: {changed} was changed in place between forward and backward; "
                 "change it after the backward, or give this update policy=Keep()"
             )
-        now = [(generator, state(generator)) for generator, _, _ in self.random]
+        now: list[tuple[torch.Generator, Any]] = [(generator, state(generator)) for generator, _, _ in self.random]
+        now += [(generator, generator.graphsafe_get_state()) for generator, _ in self.twin]
         flipped: list[nn.Module] = []
         frozen = [tensor for tensor, needed in self.grads if tensor.requires_grad != needed and tensor.is_leaf]
         swapped: list[tuple[dict[str, Any], str, Any]] = []
         try:
             for tensor in frozen:
                 tensor.requires_grad_(not tensor.requires_grad)
-            for module, training, parameters, buffers in self.modules:
+            for module, training in self.modes:
                 if module.training != training:
                     flipped.append(module)
                     module.training = training
-                for where, then in ((module._parameters, parameters), (module._buffers, buffers)):
-                    _exchange(where, then, swapped)  # others than in the forward: functional_call
+            for where, name, then in self.held:
+                if where.get(name) is not then:  # another than in the forward: functional_call
+                    _exchange(where, name, then, swapped)
             for module, copies in self.moved:
-                fresh = {name: None if copy is None else copy.clone() for name, copy in copies.items()}
-                _exchange(module._buffers, fresh, swapped)
+                for name, copy in copies.items():
+                    _exchange(module._buffers, name, None if copy is None else copy.clone(), swapped)
             for generator, then, _ in self.random:
                 restore(generator, then)
+            for generator, twin in self.twin:
+                restore(generator, twin)
             out = self.surroundings.run(
                 lambda: running(self.index, self.update, function, self.remembered, (), replaying=True)
             )
@@ -266,7 +305,7 @@ class Call:
         """The modules whose parameters FSDP2 holds in shards at this moment."""
         return [
             module
-            for module, _, _, _ in self.modules
+            for module, _ in self.modes
             if hasattr(module, "reshard") and any(_is_dtensor(p) for p in module.parameters())
         ]
 
@@ -282,11 +321,15 @@ class Call:
         for key, value in self.update.kwargs.items():
             if any(leaf is tensor for leaf in leaves_of(value, Tensor)):
                 return f"its keyword {key!r}"
-        for module, _, parameters, buffers in self.modules:
-            for kind, members in (("parameter", parameters), ("buffer", buffers)):
-                for name, member in members.items():
-                    if member is tensor:
-                        return f"the {kind} {name!r} of {type(module).__name__}"
+        for where, name, member in self.held:
+            if member is tensor:
+                kind, module = next(
+                    (kind, module)
+                    for module, _ in self.modes
+                    for kind, members in (("parameter", module._parameters), ("buffer", module._buffers))
+                    if members is where
+                )
+                return f"the {kind} {name!r} of {type(module).__name__}"
         return "a captured tensor"
 
 
@@ -300,14 +343,15 @@ _still: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), False
 _restless: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), False: weakref.WeakSet()}
 
 
-def _exchange(where: dict[str, Any], others: dict[str, Any], swapped: list[tuple[dict[str, Any], str, Any]]) -> None:
-    """Put other parameters or buffers into a module, and note those that were there."""
-    for name, other in others.items():
-        current = where.get(name)
-        # DTensors are left to FSDP2, which exchanges sharded and whole parameters by itself.
-        if current is not other and not _is_dtensor(current) and not _is_dtensor(other):
-            swapped.append((where, name, current))
-            where[name] = other
+def _exchange(
+    where: dict[str, Any], name: str, other: Tensor | None, swapped: list[tuple[dict[str, Any], str, Any]]
+) -> None:
+    """Put another parameter or buffer into a module, and note the one that was there."""
+    current = where.get(name)
+    # DTensors are left to FSDP2, which exchanges sharded and whole parameters by itself.
+    if not _is_dtensor(current) and not _is_dtensor(other):
+        swapped.append((where, name, current))
+        where[name] = other
 
 
 def _snapshot(module: nn.Module) -> dict[str, tuple[Tensor | None, int | None, Tensor | None]]:

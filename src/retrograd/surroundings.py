@@ -16,7 +16,7 @@ T = TypeVar("T")
 class Surroundings:
     """What surrounds a program while it runs forward."""
 
-    __slots__ = ("kinds", "autocast", "attention", "generators")
+    __slots__ = ("kinds", "autocast", "attention", "generators", "seen")
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         devices = set(devices)
@@ -25,6 +25,16 @@ class Surroundings:
         self.autocast = _autocast(self.kinds)
         self.attention = _attention()
         self.generators = default_generators(devices)
+        self.seen: list[Any] | None = None
+
+    def states(self, *, moved: bool = False) -> list[Any]:
+        """The states of the generators: as they are now (`moved`), or as they were when last looked at.
+
+        Between two updates of a tape nothing draws, so the state after one is the state before the next.
+        """
+        if moved or self.seen is None:
+            self.seen = [state(generator) for generator in self.generators]
+        return self.seen
 
     def run(self, function: Callable[[], T]) -> T:
         """Call `function` in these surroundings, whatever surrounds this call; autocast's weight cache is off (R5)."""
@@ -82,7 +92,12 @@ def default_generators(devices: Iterable[torch.device] = ()) -> list[torch.Gener
 def state(generator: torch.Generator) -> Any:
     """The state of a generator; on CUDA two integers on the host, so no synchronisation (R4)."""
     if generator.device.type == "cuda":
-        return generator.initial_seed(), generator.get_offset()
+        try:
+            return generator.initial_seed(), generator.get_offset()
+        except RuntimeError as error:  # while a graph is captured
+            raise RuntimeError(
+                f"{error}; to capture a reversible step in a CUDA graph, use retrograd.graphed"
+            ) from None
     state = generator.get_state()
     return state.view(torch.int64) if state.numel() % 8 == 0 else state  # eight bytes at a time: faster to compare
 
@@ -104,8 +119,10 @@ def digest(state: Any) -> int:
 
 
 def restore(generator: torch.Generator, state: Any) -> None:
-    """Put a generator back into a state."""
-    if isinstance(state, tuple):
+    """Put a generator back into a state; in that of another generator, which is all that works inside a CUDA graph."""
+    if isinstance(state, torch.Generator):
+        generator.graphsafe_set_state(state)
+    elif isinstance(state, tuple):
         seed, offset = state
         if generator.initial_seed() != seed:
             generator.manual_seed(seed)

@@ -63,7 +63,7 @@ class Saved:
 
     def detach(self) -> None:
         """Let go of the graph. It holds the hooks, and so these tensors: together they would never die."""
-        self.tensors = [tensor.detach() for tensor in self.tensors]
+        self.tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in self.tensors]
 
     def __getitem__(self, slot: int) -> Tensor:
         """A tensor, if nobody has changed it in place since it was saved: what autograd demands."""
@@ -180,7 +180,7 @@ class Tape:
         alarms: RangeAlarms | None = None,
         learned: Learned | None = None,
     ) -> None:
-        self.policy, self.alarms, self.learned = policy, alarms, learned
+        self.policy, self.surroundings, self.alarms, self.learned = policy, surroundings, alarms, learned
         self.watch: DriftWatch | None = None
         self.entries = [Entry(step, policy, surroundings) for step in steps]
         self.names = sorted({name for step in steps for name in (step.update.target, *step.update.sources)})
@@ -192,6 +192,7 @@ class Tape:
         """The forward: every update inside hooks, then the exit."""
         if self.policy.watch is not None:
             self.watch = DriftWatch(self.policy, [leaf for name in self.names for leaf in flat[name]])
+        self.surroundings.seen = None  # whatever ran since may have drawn
         for position, entry in enumerate(self.entries):
             entry.run(flat, functools.partial(self.serve, position), self.alarms, self.learned)
         self.sizes = [len(flat[name]) for name in self.names]
@@ -227,11 +228,10 @@ class Tape:
 
     def serve(self, position: int, slot: int) -> Tensor:
         """The saved tensor that autograd asks for."""
-        live = self.entries[position].live
-        if live is not None:
-            return live[slot]
         reversal = self.passes.get(_current_pass())
         if reversal is None:
+            if (live := self.entries[position].live) is not None:
+                return live[slot]
             reversal = self.begin(self._finals(position), again=False)
         return reversal.serve(position, slot)
 
