@@ -18,6 +18,7 @@ class Configuration:
     tokens: int
     batch: int
     blocks: int
+    dropout: float = 0.0
     steps: int = 10
     warmups: int = 3
     check_tokens: int | None = None
@@ -42,6 +43,7 @@ CONFIGURATIONS = {
         Configuration("tiny", width=64, tokens=64, batch=2, blocks=2),
         Configuration("A", width=1024, tokens=2048, batch=8, blocks=24),
         Configuration("B", width=256, tokens=256, batch=8, blocks=48),
+        Configuration("B-dropout", width=256, tokens=256, batch=8, blocks=48, dropout=0.1),
         Configuration("C", width=512, tokens=1024, batch=4, blocks=96),
         Configuration("long", width=1024, tokens=32768, batch=1, blocks=8),
         Configuration("depth4", width=1024, tokens=2048, batch=4, blocks=4),

@@ -15,8 +15,9 @@ Blocks = list[tuple[nn.Module, nn.Module]]
 class Attention(nn.Module):
     """Pre-norm causal self-attention with heads of 64."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
@@ -24,29 +25,31 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, n, d = x.shape
         q, k, v = self.qkv(self.norm(x)).view(b, n, 3, d // HEAD, HEAD).permute(2, 0, 3, 1, 4)  # (B, H, N, 64) each
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, n, d))
+        out = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, n, d))
+        return F.dropout(out, self.dropout) if self.dropout else out
 
 
 class FeedForward(nn.Module):
     """Pre-norm feed-forward network, four times as wide inside."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(self.norm(x))))
+        out = self.down(F.gelu(self.up(self.norm(x))))
+        return F.dropout(out, self.dropout) if self.dropout else out
 
 
 def make_blocks(configuration: Configuration, device: torch.device, seed: int) -> Blocks:
     """The pairs (f, g), with gradients allocated: the same weights for the same seed and device."""
     torch.manual_seed(seed)
+    size = configuration.width, configuration.dropout
     with device:
-        blocks = [
-            (Attention(configuration.width), FeedForward(configuration.width)) for _ in range(configuration.blocks)
-        ]
+        blocks = [(Attention(*size), FeedForward(*size)) for _ in range(configuration.blocks)]
     for parameter in parameters(blocks):
         parameter.grad = torch.zeros_like(parameter)
     return blocks

@@ -124,6 +124,7 @@ def gradients(bench: Bench, step: Step, *, watch: bool) -> tuple[list[Tensor], f
     """The gradients of one step on the host, its loss, and the precisions in which linear layers ran."""
     for parameter in parameters(bench.blocks):
         parameter.grad.zero_()
+    torch.manual_seed(0)  # dropout draws the same numbers for every contender
     with linear_precisions(bench.blocks if watch else []) as precisions:
         loss = step().item()
     tensors = [bench.x.grad, *(parameter.grad for parameter in parameters(bench.blocks))]
@@ -236,7 +237,8 @@ def measure(bench: Bench) -> dict[str, Any]:
     result |= run(bench, step, base)
     result["memory_bytes"] = max(built, result["memory_bytes"])  # a captured step allocates as it is captured
     if contender is CONTENDERS["kept"]:
-        result |= in_milliseconds("forward", forward_times(bench))
+        result |= in_milliseconds("forward", forward_times(bench, graph=False))
+        result |= in_milliseconds("forward_graph", forward_times(bench, graph=True))
     tokens = bench.configuration.batch * bench.configuration.tokens
     return result | {"tokens_per_second": 1e3 * tokens / result["step_ms"]}
 
@@ -265,13 +267,15 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
-def forward_times(bench: Bench) -> list[float]:
-    """Seconds of a forward without gradients: reversing costs one more of these, so kept plus this is its floor."""
+def forward_times(bench: Bench, *, graph: bool) -> list[float]:
+    """Seconds of a forward: recomputing costs one more of these, so kept plus this is its floor.
+
+    Whatever recomputes for a backward needs autograd's graph once more; without it, a forward is faster.
+    """
     network = bench.contender.build(bench.blocks, bench.x)
 
-    @torch.no_grad()
     def forward() -> None:
-        with torch.autocast(bench.device.type, torch.bfloat16):
+        with torch.set_grad_enabled(graph), torch.autocast(bench.device.type, torch.bfloat16):
             network(bench.x)
 
     return timed(forward, bench.device, bench.configuration.warmups, bench.configuration.steps, "forward")

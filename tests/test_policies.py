@@ -231,6 +231,7 @@ class TestAuto:
         assert "not seen a training step" in policy.explain()
         network(2, policy=policy)(self.x)
         assert "budget 1.0 MiB" in policy.explain()
+        assert "replays take about" in policy.explain()
 
     def test_a_fraction_of_what_is_free(self):
         net = network(policy=rg.Auto(0.5))

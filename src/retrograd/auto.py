@@ -8,6 +8,7 @@ is gone before the first replay needs room.
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +30,8 @@ class Auto(Policy):
     `budget` is what the activations of the program may take: bytes, "8GiB", or a fraction of the memory that is free
     when the first step begins. That step is reversed and learns what each update saves; from then on the longest
     suffix of the program that fits is kept. Other shapes are learned anew. A budget below what reversing everything
-    takes is an error that names the smallest that works. `explain()` says what was chosen. Updates with a policy of
-    their own are not counted.
+    takes is an error that names the smallest that works. `explain()` says what was chosen and what replays cost.
+    Updates with a policy of their own are not counted.
 
     The choice depends on shapes and budget alone, so ranks of a distributed run agree; a fraction is refused there.
 
@@ -54,12 +55,40 @@ class Auto(Policy):
         return "\n".join(each.explain() for each in self.learned.values()) or "Auto has not seen a training step yet."
 
 
+class Stopwatch:
+    """The time between its making and `stop`, on the device and without making it wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_device = device.type == "cuda"
+        self.start, self.end = self._now(), None
+
+    def _now(self) -> Any:
+        if not self.on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self) -> None:
+        self.end = self._now()
+
+    def seconds(self) -> float:
+        """Waits for the device."""
+        assert self.end is not None
+        if not self.on_device:
+            return self.end - self.start
+        self.end.synchronize()
+        return 1e-3 * self.start.elapsed_time(self.end)
+
+
 class Learned:
     """What `Auto` knows about programs on streams of certain shapes."""
 
-    def __init__(self, streams: int, budget: int) -> None:
-        self.streams, self.budget = streams, budget  # in bytes
+    def __init__(self, streams: int, budget: int, device: torch.device) -> None:
+        self.streams, self.budget, self.device = streams, budget, device  # bytes, bytes
         self.saved: dict[Any, int] = {}  # what each fn saves
+        self.took: dict[Any, Stopwatch] = {}  # how long its first call took: what a replay costs
+        self.reversed: list[Any] = []  # the fns that the last program replays
         self.length = self.kept = self.kept_bytes = 0
 
     def choose(self, updates: Sequence[Update]) -> Sequence[Policy]:
@@ -73,14 +102,19 @@ class Learned:
                 break
             policies.append(Keep())
             self.kept, self.kept_bytes = self.kept + (update.policy is None), self.kept_bytes + size
+        replayed = updates[: len(updates) - len(policies)]
+        self.reversed = [_key(update.fn) for update in replayed if update.policy is None]
         return [Reverse()] * (len(updates) - len(policies)) + policies
 
     def knows(self, fn: Callable[..., Any]) -> bool:
         """Whether it is known what this fn saves."""
         return _key(fn) in self.saved
 
-    def learn(self, fn: Callable[..., Any], saved: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
-        """Note what a fn saves, less what is there anyway (weights, keywords)."""
+    def learn(
+        self, fn: Callable[..., Any], saved: Sequence[Tensor], outside: Sequence[Tensor], took: Stopwatch
+    ) -> None:
+        """Note how long a fn takes, and what it saves, less what is there anyway (weights, keywords)."""
+        self.took[_key(fn)] = took
         there = {tensor.untyped_storage()._cdata for tensor in outside}
         storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in saved)}
         self.saved[_key(fn)] = sum(size for storage, size in storages.items() if storage not in there)
@@ -107,7 +141,12 @@ class Learned:
             f"streams of {format_bytes(self.streams)}, budget {format_bytes(self.budget)}: the last {self.kept} of "
             f"{self.length} updates are kept ({format_bytes(self.kept_bytes)}), {self.length - self.kept} reversed; "
             f"expected peak {format_bytes(self.need(self.kept_bytes))}, {format_bytes(self.need(0))} with none kept"
+            + self._cost()
         )
+
+    def _cost(self) -> str:
+        seconds = [self.took[key].seconds() for key in self.reversed if key in self.took]
+        return f"; replays take about {1e3 * sum(seconds):.3g} ms a step" if seconds else ""
 
 
 def learned_for(policy: Auto, flat: dict[str, list[Tensor]], surroundings: Surroundings) -> Learned:
@@ -116,8 +155,8 @@ def learned_for(policy: Auto, flat: dict[str, list[Tensor]], surroundings: Surro
     key = (shapes, tuple(surroundings.autocast))
     if key not in policy.learned:
         leaves = [leaf for leaves in flat.values() for leaf in leaves]
-        size = sum(leaf.nbytes for leaf in leaves)
-        policy.learned[key] = Learned(size, _budget(policy, leaves[0].device if leaves else torch.device("cpu")))
+        size, device = sum(leaf.nbytes for leaf in leaves), leaves[0].device if leaves else torch.device("cpu")
+        policy.learned[key] = Learned(size, _budget(policy, device), device)
     return policy.learned[key]
 
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .alarms import DriftWatch, RangeAlarms, settle_drifts
-from .auto import Learned
+from .auto import Learned, Stopwatch
 from .policies import Reverse
 from .replay import Call
 from .streams import version
@@ -99,14 +99,16 @@ class Entry:
         self.source_grads = [[leaf.requires_grad for leaf in leaves] for leaves in sources]
         self.target_grads = [leaf.requires_grad for leaf in target]
         saved = self.live = Saved()
+        watch = None if learned is None or learned.knows(update.fn) else Stopwatch(learned.device)
         try:
             with saved_tensors_hooks(saved.pack, unpack):
                 parts, replayable = self.call.forward(lambda: self._called(sources, target, 0))
                 self.fn_slots = len(saved.tensors)
                 flat[update.target] = step.join(target, parts, alarms)
             self.slots, self.marks = saved.slots(), saved.marks(sources)
-            if learned is not None and not learned.knows(update.fn):
-                learned.learn(update.fn, saved.tensors, [tensor for tensor, _ in self.call.grads])
+            if learned is not None and watch is not None:
+                watch.stop()
+                learned.learn(update.fn, saved.tensors, [tensor for tensor, _ in self.call.grads], watch)
             if not replayable:
                 saved.detach()
                 self.kept = saved, [[leaf.detach() for leaf in part] for part in parts]
