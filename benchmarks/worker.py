@@ -259,7 +259,11 @@ def run(bench: Bench, step: Step, base: int) -> dict[str, Any]:
     if device.type == "cpu" and not bench.contender.compiled:
         result["live_bytes"] = live_bytes(step)
     step()  # after a profiler, one more to settle
-    return result | in_milliseconds("step", timed(step, device, 0, configuration.steps, "step"))
+    result |= in_milliseconds("step", timed(step, device, 0, configuration.steps, "step"))
+    if bench.contender.around is not None:  # launched without waiting, as in training: the host works ahead
+        together = timed(lambda: [step() for _ in range(configuration.steps)], device, 0, 1, "steps in a row")
+        result["step_ms_in_a_row"] = 1e3 * together[0] / configuration.steps
+    return result
 
 
 def allocated(device: torch.device) -> int:

@@ -25,9 +25,9 @@ def graphed(step: Callable[..., Any], *inputs: Any, warmup: int = 3) -> Graphed:
     what you want to keep. Dropout draws new numbers at each launch, those that the step would draw without a graph.
 
     First the step runs `warmup` times on `inputs`, with all its effects, so give it inputs to train on. An optimizer
-    needs `capturable=True`; set gradients to None or to zero inside the step. What the step does on the host is not
-    repeated: what depends on it (a choice by the data, layer dropout, numbers drawn on the CPU, `Offload`,
-    `Reverse(watch=...)`) is refused.
+    needs `capturable=True`. Set gradients to None inside the step; afterwards leave `.grad` alone, since that is where
+    the graph writes. What the step does on the host is not repeated: what depends on it (a choice by the data, layer
+    dropout, numbers drawn on the CPU, `Offload`, `Reverse(watch=...)`) is refused.
 
     >>> import retrograd as rg
     >>> net = rg.ReversibleSequence([(torch.nn.Tanh(), torch.nn.Linear(8, 8)) for _ in range(2)])
@@ -115,10 +115,13 @@ class Graphed:
 
     def _record(self, step: Callable[..., Any]) -> Any:
         """Capture the step."""
+        generator = self.capture.rehearsal.generator
+        spare = generator.clone_state()
         try:
             with under_way(self.capture), torch.cuda.graph(self.graph):
                 outputs = step(*unflatten(self.inputs, self.structure))
         except Exception as error:
+            generator.graphsafe_set_state(spare)  # a capture that fails leaves the other one unable to draw
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise RuntimeError(
                 f"graphed: the step cannot be captured: {reason[0]} (a graph cannot hold what waits for the device or "
