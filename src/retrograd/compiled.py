@@ -25,7 +25,7 @@ def run(
 ) -> dict[str, Stream]:
     """`Reversible.run`, unseen by Dynamo."""
     through = (lambda fn: _compiled(module, fn)) if compiling else None
-    return execute(module.updates(**kwargs), streams, module.policy_for(streams), through)
+    return execute(module.described(kwargs), streams, module.policy_for(streams), through)
 
 
 def _compiled(module: Reversible, fn: Callable[..., Any]) -> Callable[..., Any]:

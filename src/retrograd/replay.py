@@ -301,6 +301,11 @@ class Call:
             for tensor in frozen:
                 tensor.requires_grad_(not tensor.requires_grad)
 
+    def outside(self) -> list[Tensor]:
+        """What `fn` reads and others hold: tensors, keywords and weights, also those that FSDP2 has gathered for it."""
+        weights = (p for module, _ in self.modes for p in module._parameters.values() if p is not None)
+        return [*(tensor for tensor, _ in self.grads), *weights]
+
     def sharded(self) -> list[Any]:
         """The modules whose parameters FSDP2 holds in shards at this moment."""
         return [

@@ -15,6 +15,7 @@ from torch import nn
 
 from .engine import execute, invert
 from .policies import Policy, Reverse
+from .ranks import Drawn, distributed
 from .streams import Stream
 from .update import Update
 
@@ -95,7 +96,16 @@ class Reversible(nn.Module):
             from . import compiled
 
             return compiled.run(self, streams, kwargs, compiling)  # pyright: ignore[reportCallIssue]
-        return execute(self.updates(**kwargs), streams, self.policy_for(streams))
+        return execute(self.described(kwargs), streams, self.policy_for(streams))
+
+    def described(self, kwargs: Mapping[str, Any]) -> Iterable[Update]:
+        """The program of a call; if it is drawn at random, the same one on all ranks that share its weights."""
+        if not distributed():
+            return self.updates(**kwargs)
+        drawn = Drawn()
+        updates = [*self.updates(**kwargs)]
+        drawn.compare(updates, self)
+        return updates
 
     def invert(self, streams: Mapping[str, Stream], **kwargs: Any) -> dict[str, Stream]:
         """The program backwards on streams that the caller holds."""

@@ -17,6 +17,7 @@ from . import streams as trees
 from .joins import Add, Join, Scale
 from .keywords import Keywords, accepted, refuse_unrouted
 from .policies import Keep, Policy, Reverse
+from .ranks import agreed
 from .reversible import Reversible
 from .streams import Stream
 from .update import Update
@@ -85,7 +86,7 @@ class ReversibleSequence(Reversible):
     def coupled(self, routed: list[tuple[nn.Module, nn.Module, Keywords, Keywords]]) -> Iterator[Update]:
         """The updates of blocks with the keywords of f and of g, less those that layer dropout skips."""
         if self.training and self.layer_dropout:
-            draws = torch.rand(len(routed)).tolist()
+            draws = agreed(torch.rand(len(routed)), [network for f, g, _, _ in routed for network in (f, g)]).tolist()
             routed = [r for r, draw in zip(routed, draws, strict=True) if draw >= self.layer_dropout] or routed[:1]
         for f, g, for_f, for_g in routed:
             yield Update("a", f, ("b",), self.join, for_f)

@@ -108,7 +108,7 @@ class Entry:
             self.slots, self.marks = saved.slots(), saved.marks(sources)
             if learned is not None and watch is not None:
                 watch.stop()
-                learned.learn(update.fn, saved.tensors, [tensor for tensor, _ in self.call.grads], watch)
+                learned.learn(update.fn, saved.tensors, self.call.outside(), watch)
             if not replayable:
                 saved.detach()
                 self.kept = saved, [[leaf.detach() for leaf in part] for part in parts]
