@@ -10,6 +10,7 @@ from typing import Any
 
 Run = dict[str, Any]
 MIB = 2**20
+SCALE = ("reverse", "auto", "reverse-half", "keep")  # one network, one join: only the policy differs
 
 
 def add_ratios(runs: list[Run]) -> None:
@@ -144,7 +145,8 @@ def plots(results: dict[str, Any], stem: Path) -> list[Path]:
 
 
 def time_against_memory(name: str, runs: list[Run], stem: Path) -> Path:
-    """One point a contender: down and left is better. Peers are crosses, wrong gradients red."""
+    """One point a contender: down and left is better. Peers are crosses, wrong gradients red; the line joins what
+    retrograd offers between reversing everything and keeping everything."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
@@ -154,9 +156,15 @@ def time_against_memory(name: str, runs: list[Run], stem: Path) -> Path:
         at = (run["memory_bytes"] / MIB, run["step_ms"])
         axes.plot(*at, "o" if ours else "x", color=colour)
         axes.annotate(run["contender"], at, textcoords="offset points", xytext=(5, 3), fontsize=7)
+    scale = sorted((run["memory_bytes"] / MIB, run["step_ms"]) for run in runs if run["contender"] in SCALE)
+    if len(scale) > 1:
+        axes.plot(
+            *zip(*scale, strict=True), color="tab:green", linewidth=1, zorder=0, label="retrograd: choose your memory"
+        )
     for run in runs:
-        if "floor_ms" in run:
-            axes.axhline(run["floor_ms"], color="tab:gray", linewidth=0.7, linestyle=":", label="kept + one forward")
+        if "floor_ratio" in run:
+            floor_ms = run["step_ms"] * run["floor_ratio"]
+            axes.axhline(floor_ms, color="tab:gray", linewidth=0.7, linestyle=":", label="kept + one forward")
             axes.legend(loc="upper right", fontsize=7)
     sizes = "d{width} n{tokens} b{batch}, {blocks} blocks".format(**runs[0]["configuration"])
     axes.set(xscale="log", yscale="log", xlabel="peak memory above weights and gradients, MiB", ylabel="step, ms")

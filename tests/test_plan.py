@@ -249,7 +249,7 @@ def test_on_cuda_the_plan_is_close_to_the_allocator(autocast):
     for row in found.rows:
         x = torch.randn(8, 2048, 512, device="cuda")
         real = measure(prepared(build().cuda(), row.policy), x, autocast=autocast)
-        assert row.peak == pytest.approx(real.peak, rel=0.02)
+        assert row.peak == pytest.approx(real.peak, rel=0.05)
 
 
 def test_no_reversible():

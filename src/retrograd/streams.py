@@ -62,9 +62,7 @@ def version(tensor: Tensor) -> int | None:
 
 
 def versions(tensors: list[Tensor]) -> list[int | None]:
-    """The version counters of many tensors; none while torch.compile or torch.export traces, which forbid it."""
-    if torch.compiler.is_compiling():
-        return []
+    """The version counters of many tensors."""
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # inference tensors among them

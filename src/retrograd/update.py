@@ -6,6 +6,7 @@ engine's business.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,7 +101,7 @@ class Update:
                         f"{self.label(index)}: fn returned shape {tuple(leaf.shape)} for a target of shape "
                         f"{tuple(into.shape)}; they must be equal (expand the output if it is meant to broadcast)"
                     )
-                if not torch.can_cast(leaf.dtype, into.dtype):
+                if not _can_cast(leaf.dtype, into.dtype):
                     raise ValueError(
                         f"{self.label(index)}: fn returned {leaf.dtype} for a target of {into.dtype}, which cannot "
                         "hold it; cast the output in fn"
@@ -119,13 +120,14 @@ class Step:
 
     def call(self, sources: list[list[Tensor]], target: list[Tensor]) -> list[list[Tensor]]:
         """`fn` on the sources; what it returns, part by part, fits the target (R1). The sources are unchanged (R8)."""
-        leaves = [leaf for leaves in sources for leaf in leaves]
-        before = versions(leaves)
+        # While torch.compile or torch.export traces, versions cannot be read.
+        watched = [] if torch.compiler.is_compiling() else [leaf for leaves in sources for leaf in leaves]
+        before = versions(watched)
         streams = [
             unflatten(leaves, self.structures[name]) for name, leaves in zip(self.update.sources, sources, strict=True)
         ]
         out = self.fn(*streams, **self.update.kwargs)
-        if versions(leaves) != before:
+        if versions(watched) != before:
             raise RuntimeError(
                 f"{self.update.label(self.index)}: fn changes a source {self.update.sources} in place; streams must "
                 "stay as they are: use the out-of-place operation (inplace=False), or clone the input in fn"
@@ -158,6 +160,9 @@ def program(updates: Iterable[Update], names: Iterable[str]) -> list[Update]:
             if name not in known:
                 raise ValueError(f"{update.label(index)}: there is no stream {name!r}; the streams are {sorted(known)}")
     return listed
+
+
+_can_cast = functools.cache(torch.can_cast)
 
 
 def _shown(out: Any) -> str:
