@@ -41,16 +41,19 @@ Mark = tuple[int, int]
 class Saved:
     """What autograd saves while `fn` runs: as hooks, it puts slot numbers into the graph and the tensors here."""
 
-    __slots__ = ("tensors", "versions")
+    __slots__ = ("tensors", "versions", "left")
 
     def __init__(self) -> None:
         self.tensors: list[Any] = []  # None once it is taken
         self.versions: list[int] = []
+        self.left = 0  # not taken
 
     def pack(self, tensor: Tensor) -> int:
+        slot = self.left
+        self.left = slot + 1
         self.tensors.append(tensor)
         self.versions.append(tensor._version)
-        return len(self.versions) - 1
+        return slot
 
     def slots(self) -> list[Slot]:
         return [(tensor.shape, tensor.dtype, tensor.device) for tensor in self.tensors]
@@ -59,7 +62,7 @@ class Saved:
         """For each tensor, which one it is; streams are reconstructed, so theirs would say nothing."""
         streams = {id(leaf if leaf._base is None else leaf._base) for leaves in sources for leaf in leaves}
         bases = [tensor if tensor._base is None else tensor._base for tensor in self.tensors]
-        return [(0, 0) if id(base) in streams else (id(base), base._version) for base in bases]
+        return [(0, 0) if (name := id(base)) in streams else (name, base._version) for base in bases]
 
     def detach(self) -> None:
         """Let go of the graph. It holds the hooks, and so these tensors: together they would never die."""
@@ -74,6 +77,17 @@ class Saved:
                 f"(shape {tuple(tensor.shape)}, version {tensor._version}, expected {self.versions[slot]})"
             )
         return tensor
+
+    def take(self, slot: int) -> Tensor:
+        """A tensor, released here."""
+        try:
+            return self[slot]
+        finally:
+            self.drop(slot)
+
+    def drop(self, slot: int) -> None:
+        self.tensors[slot] = None
+        self.left -= 1
 
 
 class Entry:
@@ -124,7 +138,7 @@ class Entry:
         saved = Saved()
         if self.kept is not None:
             kept, parts = self.kept
-            saved.tensors, saved.versions = [*kept.tensors], kept.versions
+            saved.tensors, saved.versions, saved.left = [*kept.tensors], kept.versions, len(kept.tensors)
             return saved, target if undone else step.unjoin(target, parts)
         sources = [fresh(streams[name], needs) for name, needs in zip(update.sources, self.source_grads, strict=True)]
         try:
@@ -147,9 +161,12 @@ class Entry:
     def verify(self, slots: list[Slot], marks: list[Mark]) -> None:
         """R7: the replay saved what the forward saved, and what is still the same tensor has not changed."""
         if slots == self.slots:
-            if all(now == then or now[0] != then[0] for now, then in zip(marks, self.marks, strict=True)):
-                return
-            raise RuntimeError(f"{self}: a tensor that fn reads was changed in place between forward and backward")
+            for now, then in zip(marks, self.marks, strict=True):
+                if now != then and now[0] == then[0]:
+                    raise RuntimeError(
+                        f"{self}: a tensor that fn reads was changed in place between forward and backward"
+                    )
+            return
         differing = [
             f"saved tensor {i} was {tuple(a[0])} {a[1]} on {a[2]}, now {tuple(b[0])} {b[1]} on {b[2]}"
             for i, (a, b) in enumerate(zip(self.slots, slots, strict=False))
@@ -270,11 +287,12 @@ class Reversal:
             if saved is None or saved.tensors[slot] is None:
                 saved = self._again(position)
             try:
-                return saved[slot]
+                return saved.take(slot)
             except RuntimeError as error:
                 raise RuntimeError(f"{self.entries[position]}: {error}") from None
             finally:
-                saved.tensors[slot] = None
+                if not saved.left:
+                    del self.captured[position]
 
     def _step_back(self, *, passing: bool) -> None:
         """Reverse one update. `passing`: only to get to an earlier one, since nobody asked for what this one saved."""
@@ -296,8 +314,10 @@ class Reversal:
         Autograd runs the nodes of one device from the last to the first, so none of it will be asked for any more.
         """
         for position, saved in list(self.captured.items()):
-            saved.tensors = [None if tensor is None or tensor.device == device else tensor for tensor in saved.tensors]
-            if all(tensor is None for tensor in saved.tensors):
+            for slot, tensor in enumerate(saved.tensors):
+                if tensor is not None and tensor.device == device:
+                    saved.drop(slot)
+            if not saved.left:
                 del self.captured[position]
 
     def _again(self, position: int) -> Saved:
@@ -333,9 +353,8 @@ class Exit(torch.autograd.Function):
 # What torch has no public name for. tests/test_tape.py fails when one of these changes.
 
 
-def _current_pass() -> int:
-    """The number of the backward pass that this thread works for; -1 outside one."""
-    return torch._C._current_graph_task_id()
+_current_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that this thread works for; -1 outside one."""
 
 
 def _at_end_of_pass(callback: Callable[[], None]) -> None:
