@@ -2,26 +2,35 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test test-ecosystem check docs bench clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    train a small reversible network and show what it saves"
-	@echo "make test    run all tests"
-	@echo "make check   lint, types, doctests"
-	@echo "make bench   the benchmark against the peers, small, on the CPU"
+	@echo "make demo             train a language model kept, checkpointed and reversed: what it saves"
+	@echo "make test             run all tests"
+	@echo "make test-ecosystem   tests together with Accelerate, Lightning, transformers, peft and others"
+	@echo "make check            lint, types, doctests, documentation"
+	@echo "make docs             serve the documentation"
+	@echo "make bench            the benchmark against the peers, small, on the CPU"
 
 demo: .venv/installed
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/retrograd demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --ignore tests/ecosystem
+
+test-ecosystem: .venv/ecosystem
+	$(BIN)/python -m pytest -n 2 tests/ecosystem
 
 check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 	$(BIN)/python -m pytest -q --doctest-modules --ignore src/retrograd/kernels.py src/retrograd
+	$(BIN)/zensical build --strict --clean
+
+docs: .venv/installed
+	$(BIN)/zensical serve
 
 bench: .venv/installed benchmarks/.peers
 	$(BIN)/python benchmarks/bench.py --config tiny --device cpu --without 'compile*' '*-compiled'
@@ -31,9 +40,13 @@ benchmarks/.peers: benchmarks/requirements-peers.txt
 
 .venv/installed: pyproject.toml constraints.txt tests/requirements-seeds.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cli,dev]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cli,dev,docs]"
 	$(BIN)/pip install --quiet --no-deps --requirement tests/requirements-seeds.txt
 	touch $@
 
+.venv/ecosystem: .venv/installed tests/requirements-ecosystem.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --requirement tests/requirements-ecosystem.txt
+	touch $@
+
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .cache site

@@ -155,7 +155,10 @@ def time_against_memory(name: str, runs: list[Run], stem: Path) -> Path:
         colour = "tab:red" if run["wrong"] else "tab:green" if ours else "tab:gray"
         at = (run["memory_bytes"] / MIB, run["step_ms"])
         axes.plot(*at, "o" if ours else "x", color=colour)
-        axes.annotate(run["contender"], at, textcoords="offset points", xytext=(5, 3), fontsize=7)
+    for group in neighbours(runs):
+        names = "\n".join(run["contender"] for run in sorted(group, key=lambda run: -run["step_ms"]))
+        at = max(run["memory_bytes"] for run in group) / MIB, max(run["step_ms"] for run in group)
+        axes.annotate(names, at, textcoords="offset points", xytext=(6, 2), va="bottom", fontsize=7)
     scale = sorted((run["memory_bytes"] / MIB, run["step_ms"]) for run in runs if run["contender"] in SCALE)
     if len(scale) > 1:
         axes.plot(
@@ -168,11 +171,25 @@ def time_against_memory(name: str, runs: list[Run], stem: Path) -> Path:
             axes.legend(loc="upper right", fontsize=7)
     sizes = "d{width} n{tokens} b{batch}, {blocks} blocks".format(**runs[0]["configuration"])
     axes.set(xscale="log", yscale="log", xlabel="peak memory above weights and gradients, MiB", ylabel="step, ms")
-    axes.margins(x=0.15)  # room for the names
+    axes.margins(x=0.15, y=0.15)  # room for the names
     plain_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
     axes.set_title(f"{name}: {sizes}", fontsize=10)
     return saved(figure, stem, f"time-memory-{name}")
+
+
+def neighbours(runs: list[Run]) -> list[list[Run]]:
+    """The runs in groups whose points lie so close that their names would cover each other."""
+    groups: list[list[Run]] = []
+    for run in sorted(runs, key=lambda run: run["memory_bytes"]):
+        for group in groups:
+            near = group[-1]
+            if run["memory_bytes"] < 1.2 * near["memory_bytes"] and 0.93 < run["step_ms"] / near["step_ms"] < 1.07:
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    return groups
 
 
 def depths(runs: list[Run]) -> Iterator[tuple[tuple[int, int, int], list[Run]]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from retrograd import __version__, cli
+from retrograd import __version__, bench, cli
 
 MODELS = """
 import torch
@@ -136,6 +137,59 @@ def test_plan_for_machines_and_a_card_that_is_too_small(capsys):
     assert not any(row["fits"] for row in found["rows"])
 
 
+def test_bench(capsys):
+    status, out, err = call(capsys, "bench", "@make", "--input", "2,8", "--rounds", "1", "--policy", "reverse:2")
+    assert (status, err) == (0, "")
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if "MiB" in line or "KiB" in line}
+    assert list(rows) == ["kept", "checkpointed", "reversed", "reverse:2"]
+    assert rows["kept"].count("1.00x") == 2
+    assert [row[-1] for row in rows.values()] == ["0", "6", "6", "6"]  # replays
+
+
+def test_bench_for_machines_with_a_budget_that_cannot_be_met(capsys):
+    arguments = ("--input", "64,8", "--json", "--rounds", "2", "--policy", "auto:1", "--policy", "auto:1MiB")
+    status, out, _ = call(capsys, "bench", "@make", *arguments)
+    rows = {row["policy"]: row for row in json.loads(out)["rows"]}
+    assert status == 1
+    assert "cannot be met" in rows["auto:1"]["failed"]
+    assert rows["auto:1"]["seconds"] is None
+    assert rows["reversed"]["activations"] < rows["kept"]["activations"]
+    assert rows["auto:1MiB"]["activations"] == rows["kept"]["activations"]
+    assert all(len(row["rounds"]) == 2 for row in rows.values() if row["failed"] is None)
+
+
+def test_bench_stopped_by_ctrl_c(capsys, monkeypatch):
+    original, calls = bench.measure, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(bench, "measure", interrupted)
+    status, out, _ = call(capsys, "bench", "@make", "--input", "2,8")
+    assert status == 130
+    assert "checkpointed" in out
+    assert "reversed" not in out
+
+
+def test_ctrl_c_and_a_reader_that_goes_away(capsys, monkeypatch):
+    def stopped(args):
+        raise KeyboardInterrupt
+
+    def unread(args):
+        raise BrokenPipeError
+
+    redirected = []
+    monkeypatch.setattr(cli.os, "dup2", lambda *descriptors: redirected.append(descriptors))
+    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1)
+    for run, status in ((stopped, 130), (unread, 141)):
+        monkeypatch.setitem(cli.COMMANDS, "demo", cli.Command("demo", "x", "x", lambda sub: None, run))
+        assert call(capsys, "demo")[0] == status
+    assert len(redirected) == 1
+
+
 def test_check(capsys):
     status, out, _ = call(capsys, "check", "@make", "--input", "2,8")
     assert (status, bool(out)) == (0, True)
@@ -178,6 +232,10 @@ def test_check_that_finds_something(capsys):
         (["plan", "@make", "--input", "2,8", "--card", "lots"], "--card"),
         (["plan", "@make", "--input", "2,8", "--budget", "lots"], "--budget"),
         (["measure", "@make", "--input", "2,8", "--autocast", "int3"], "int3"),
+        (["bench", "@make", "--input", "2,9"], "fails on 2,9"),
+        (["bench", "@plain", "--input", "2,8"], "no Reversible"),
+        (["bench", "@make", "--input", "2,8", "--rounds", "0"], "--rounds must be 1 or more"),
+        (["bench", "@make", "--input", "2,8", "--policy", "hope"], "reverse:16"),
         (["frobnicate"], "frobnicate"),
         ([], "command"),
     ],
@@ -205,26 +263,45 @@ def test_help_shows_an_example(capsys, command):
 
 
 def test_a_command_is_one_registration(capsys, monkeypatch):
-    demo = cli.Command("demo", "show it", "retrograd demo", lambda sub: None, lambda args: cli.Outcome("shown"))
-    monkeypatch.setitem(cli.COMMANDS, "demo", demo)
-    assert call(capsys, "demo") == (0, "shown\n", "")
-    assert "demo" in call(capsys, "completion", "bash")[1]
+    greet = cli.Command("greet", "say hello", "retrograd greet", lambda sub: None, lambda args: cli.Outcome("hello"))
+    monkeypatch.setitem(cli.COMMANDS, "greet", greet)
+    assert call(capsys, "greet") == (0, "hello\n", "")
+    assert "greet" in call(capsys, "completion", "bash")[1]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_knows_commands_and_options(capsys, shell):
     status, out, _ = call(capsys, "completion", shell)
     assert status == 0
-    for word in ("measure", "plan", "check", "optimizer-states"):
+    for word in (*cli.COMMANDS, "optimizer-states", "rounds", "seconds", "bf16"):
         assert word in out
+    assert "%(" not in out
 
 
 def test_completion_in_bash(capsys):
     _, script, _ = call(capsys, "completion", "bash")
-    script += '\nCOMP_WORDS=(retrograd measure --pl); COMP_CWORD=2; _retrograd; echo "${COMPREPLY[@]}"'
-    script += '\nCOMP_WORDS=(retrograd me); COMP_CWORD=1; _retrograd; echo "${COMPREPLY[@]}"'
+    cases = {
+        "me": "measure",
+        "measure --pl": "--plot",
+        "demo --sec": "--seconds",
+        "bench --autocast ": "bf16 fp16",
+        "completion z": "zsh",
+        "demo --data ": "",  # nothing of ours: bash goes on to files
+    }
+    for words in cases:
+        typed = " ".join(f"'{word}'" for word in ["retrograd", *words.split(" ")])
+        script += f"\nCOMP_WORDS=({typed}); COMP_CWORD={words.count(' ') + 1}; _retrograd"
+        script += '; echo "${COMPREPLY[@]}"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["--plot", "measure"]
+    assert done.stdout.splitlines() == list(cases.values())
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
+def test_completion_in_fish(capsys):
+    _, script, _ = call(capsys, "completion", "fish")
+    script += "\ncomplete -C 'retrograd bench --ro'\ncomplete -C 'retrograd completion z'"
+    done = subprocess.run(["fish", "--no-config", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["--rounds\tsteps that are timed (default: 5)", "zsh"]
 
 
 def test_python_dash_m(tmp_path):

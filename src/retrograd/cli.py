@@ -1,7 +1,8 @@
-"""The command `retrograd`: check, measure and plan a model given as `package.module:factory`.
+"""The command `retrograd`: a demo, and check, measure, plan and bench for a model given as `package.module:factory`.
 
 A command is one `Command` in `COMMANDS`: what it is called, its arguments, and a function that returns an `Outcome`.
-The exit status is 0 if all is well, 1 if a problem was found, and 2, with one sentence on stderr, for a bad call.
+The exit status is 0 if all is well, 1 if a problem was found, 2, with one sentence on stderr, for a bad call, and 130
+after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import argparse
 import dataclasses
 import importlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -21,8 +24,11 @@ from torch import Tensor, nn
 
 import retrograd as rg
 
+from .bench import Bench, bench
+from .demo import Settings, demo
 from .measure import measure, parse_bytes
 from .plan import plan
+from .screen import Screen
 
 
 class UsageError(Exception):
@@ -55,19 +61,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> main(["measure", "no.such.module:factory", "--input", "2,8"])
     2
     """
-    parsed = parser().parse_args(arguments)
     try:
-        outcome = parsed.command.run(parsed)
-    except UsageError as error:
-        if getattr(parsed, "traceback", False):
-            traceback.print_exc()
-        print(f"retrograd {parsed.command.name}: {error}", file=sys.stderr)
-        return 2
-    if getattr(parsed, "json", False):
-        print(json.dumps(outcome.data, indent=2))
-    elif outcome.text:
-        print(outcome.text)
-    return outcome.status
+        parsed = parser().parse_args(arguments)
+        try:
+            outcome = parsed.command.run(parsed)
+        except UsageError as error:
+            if getattr(parsed, "traceback", False):
+                traceback.print_exc()
+            print(f"retrograd {parsed.command.name}: {error}", file=sys.stderr)
+            return 2
+        if getattr(parsed, "json", False):
+            print(json.dumps(outcome.data, indent=2))
+        elif outcome.text:
+            print(outcome.text)
+        sys.stdout.flush()
+        return outcome.status
+    except KeyboardInterrupt:
+        print("retrograd: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has gone, as `| head` does: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,7 +93,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    top = _Parser(prog="retrograd", description="Reversible networks for PyTorch: check, measure and plan them.")
+    top = _Parser(prog="retrograd", description="Reversible networks for PyTorch.")
     top.add_argument("--version", action="version", version=f"retrograd {rg.__version__}")
     commands = top.add_subparsers(title="commands", metavar="command", required=True)
     for command in COMMANDS.values():
@@ -192,19 +206,19 @@ def _device(args: argparse.Namespace) -> torch.device:
         raise UsageError(f"--device {args.device}: {_sentence(error)}") from error
 
 
-def _on_device(args: argparse.Namespace) -> tuple[nn.Module, list[Tensor], dict[str, Any]]:
-    """The model with its policy and its inputs, on the device."""
+def _on_device(args: argparse.Namespace, policy: str | None) -> tuple[nn.Module, list[Tensor], dict[str, Any]]:
+    """The model, with another policy if one is given, and its inputs, on the device."""
     device, model = _device(args), _factory(args)()
     try:
         model.to(device)
     except Exception as error:
         raise UsageError(f"--device {args.device}: {_sentence(error)}") from error
-    if getattr(args, "policy", None) is not None:
+    if policy is not None:
         reversibles = [module for module in model.modules() if isinstance(module, rg.Reversible)]
         if not reversibles:
-            raise UsageError(f"--policy {args.policy}: there is no Reversible in the model")
+            raise UsageError(f"--policy {policy}: there is no Reversible in the model")
         for module in reversibles:
-            module.policy = _policy(args.policy)
+            module.policy = _policy(policy)
     return (model, *_inputs(args, device))
 
 
@@ -240,10 +254,52 @@ def _sentence(error: Exception) -> str:
 # The commands.
 
 
+def _demo_arguments(sub: argparse.ArgumentParser) -> None:
+    defaults = Settings()
+    for name, words in (
+        ("depth", "blocks of the model"),
+        ("width", "channels of the model"),
+        ("length", "bytes of a sequence"),
+        ("batch", "sequences of a step"),
+        ("steps", "steps of each of the three"),
+    ):
+        sub.add_argument(
+            f"--{name}", type=int, default=getattr(defaults, name), metavar="N", help=f"{words} (default: %(default)s)"
+        )
+    sub.add_argument(
+        "--seconds",
+        type=float,
+        default=defaults.seconds,
+        metavar="S",
+        help="how long the reversed model trains on; 0 for not at all (default: %(default)g)",
+    )
+    sub.add_argument("--data", type=Path, metavar="PATH", help="a file to learn (default: Python's standard library)")
+    sub.add_argument("--device", default="cpu", help="where to run (default: cpu)")
+    sub.add_argument(
+        "--plot",
+        type=Path,
+        default=defaults.plot,
+        metavar="PATH",
+        help="where to draw memory and depth (%(default)s)",
+    )
+    sub.add_argument("--json", action="store_true", help="print JSON at the end, and nothing before")
+
+
+def _demo(args: argparse.Namespace) -> Outcome:
+    given: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)}
+    given["device"] = _device(args)
+    try:
+        found = demo(Settings(**given), Screen(silent=args.json))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    settings = {name: str(value) if isinstance(value, (Path, torch.device)) else value for name, value in given.items()}
+    return Outcome("", {"settings": settings} | found.as_dict(), found.status)
+
+
 def _check(args: argparse.Namespace) -> Outcome:
     from .check import check
 
-    model, inputs, kwargs = _on_device(args)
+    model, inputs, kwargs = _on_device(args, policy=None)
     context: AbstractContextManager[Any] = nullcontext()
     if args.autocast is not None:
         context = torch.autocast(torch.device(args.device).type, _AUTOCAST[args.autocast])
@@ -253,7 +309,7 @@ def _check(args: argparse.Namespace) -> Outcome:
 
 
 def _measure(args: argparse.Namespace) -> Outcome:
-    model, inputs, kwargs = _on_device(args)
+    model, inputs, kwargs = _on_device(args, args.policy)
     found = _attempt(args, lambda: measure(model, *inputs, autocast=_AUTOCAST.get(args.autocast), **kwargs))
     if args.plot is not None:
         try:
@@ -300,45 +356,103 @@ def _size(option: str, text: str) -> int:
         raise UsageError(f"{option}: {error}") from error
 
 
+def _bench_arguments(sub: argparse.ArgumentParser) -> None:
+    _model_arguments(sub)
+    _policy_argument(sub, "a row for this policy too, repeatable", action="append", default=[])
+    sub.add_argument("--rounds", type=int, default=5, metavar="N", help="steps that are timed (default: %(default)s)")
+
+
+def _bench(args: argparse.Namespace) -> Outcome:
+    if args.rounds < 1:
+        raise UsageError(f"--rounds must be 1 or more, not {args.rounds}")
+    policies, screen = {text: _policy(text) for text in args.policy}, Screen(silent=args.json)
+    model, inputs, kwargs = _on_device(args, policy=None)
+    options: dict[str, Any] = {"rounds": args.rounds, "autocast": _AUTOCAST.get(args.autocast), "screen": screen}
+    found: Bench = _attempt(args, lambda: bench(model, inputs, kwargs, policies, **options))
+    if found.rows:
+        screen.say(f"One training step of {args.model} on {found.device}, the median of {args.rounds}:")
+        screen.table(found.table())
+    for row in found.rows:
+        if row.failed is not None:
+            screen.say(f"{row.policy}: {row.failed}")
+    failed = any(row.failed for row in found.rows)
+    return Outcome("", found.as_dict(), 130 if found.stopped else 1 if failed else 0)
+
+
 def _completion_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("shell", choices=["bash", "zsh", "fish"])
 
 
 def _completion(args: argparse.Namespace) -> Outcome:
-    """Words to complete, read off the parser: the commands, and the options of each."""
+    """Words to complete, read off the parser: the commands, the options of each, and what an option takes."""
     top = parser()
     group = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    options = {
-        name: [(option, action) for action in sub._actions for option in action.option_strings if option[:2] == "--"]
-        for name, sub in group.choices.items()
-    }
-    if args.shell == "fish":
-        lines = [f"complete -c retrograd -f -n __fish_use_subcommand -a {name}" for name in options]
-        for name, known in options.items():
-            for option, action in known:
-                words = (action.help or "").replace("'", "\\'")
-                line = f"complete -c retrograd -n '__fish_seen_subcommand_from {name}' -l {option[2:]} -d '{words}'"
-                lines.append(line + (f" -xa '{' '.join(action.choices)}'" if action.choices else ""))
-        return Outcome("\n".join(lines))
-    cases = [f"    {name}) words='{' '.join(option for option, _ in known)}' ;;" for name, known in options.items()]
-    lines = [
-        *(["autoload -U +X bashcompinit && bashcompinit"] if args.shell == "zsh" else []),
+    return Outcome("\n".join((_fish if args.shell == "fish" else _bash)(group.choices, args.shell)))
+
+
+def _bash(commands: dict[str, argparse.ArgumentParser], shell: str) -> list[str]:
+    """For bash, and for zsh through its emulation of bash's completion."""
+    own = {name: [*_long(sub), *_words(sub)] for name, sub in commands.items()}
+    taking = {name: action for sub in commands.values() for name, action in _long(sub).items() if action.nargs != 0}
+    loaded = [
+        "(( $+functions[compdef] )) || { autoload -U compinit && compinit; }",
+        "autoload -U +X bashcompinit && bashcompinit",
+    ]
+    return [
+        *(loaded if shell == "zsh" else []),
         "_retrograd() {",
         "  local words",
         '  case "${COMP_WORDS[1]}" in',
-        *cases,
+        *(f"    {name}) words='{' '.join(words)}' ;;" for name, words in own.items()),
         "  esac",
-        f"  [ \"$COMP_CWORD\" -eq 1 ] && words='{' '.join(options)}'",
+        '  case "${COMP_WORDS[COMP_CWORD-1]}" in',
+        *(f"    {option}) words='{' '.join(action.choices or [])}' ;;" for option, action in taking.items()),
+        "  esac",
+        f"  [ \"$COMP_CWORD\" -eq 1 ] && words='{' '.join(commands)}'",
         '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))',
         "}",
         "complete -o default -F _retrograd retrograd",
     ]
-    return Outcome("\n".join(lines))
+
+
+def _fish(commands: dict[str, argparse.ArgumentParser], shell: str) -> list[str]:
+    def quoted(text: str) -> str:
+        return "'" + text.replace("'", "\\'") + "'"
+
+    lines = []
+    for name, sub in commands.items():
+        first = f"complete -c retrograd -n __fish_use_subcommand -fa {name}"
+        lines.append(f"{first} -d {quoted(COMMANDS[name].summary)}")
+        here = f"complete -c retrograd -n '__fish_seen_subcommand_from {name}'"
+        for option, action in _long(sub).items():
+            takes = f" -xa '{' '.join(action.choices)}'" if action.choices else " -r" if action.nargs != 0 else ""
+            described = quoted(sub._get_formatter()._expand_help(action))
+            lines.append(f"{here} -l {option[2:]}{takes} -d {described}")
+        if words := _words(sub):
+            lines.append(f"{here} -fa '{' '.join(words)}'")
+    return lines
+
+
+def _long(sub: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """The options of a command, by their long names."""
+    return {name: action for action in sub._actions for name in action.option_strings if name.startswith("--")}
+
+
+def _words(sub: argparse.ArgumentParser) -> list[str]:
+    """What a command takes besides options, if there is a choice."""
+    return [word for action in sub._actions if not action.option_strings for word in action.choices or []]
 
 
 COMMANDS = {
     command.name: command
     for command in [
+        Command(
+            "demo",
+            "train a language model kept, checkpointed and reversed, and show what it saves",
+            "retrograd demo --depth 64 --device cuda --data war-and-peace.txt",
+            _demo_arguments,
+            _demo,
+        ),
         Command(
             "check",
             "compare the gradients of a model with those of kept activations",
@@ -359,6 +473,13 @@ COMMANDS = {
             "retrograd plan my.models:make --input 1,131072,1024 --device cuda --autocast bf16 --card 80GiB",
             _plan_arguments,
             _plan,
+        ),
+        Command(
+            "bench",
+            "time and memory of a model's own step under each policy, side by side",
+            "retrograd bench my.models:make --input 2,128,64 --policy reverse:16 --policy auto:1GiB",
+            _bench_arguments,
+            _bench,
         ),
         Command(
             "completion",
