@@ -69,3 +69,12 @@ def test_what_a_pass_does_not_take_is_dropped_as_it_goes_on():
         return memory.peak
 
     assert peak(4) == peak(16)
+
+
+def test_dynamo_leaves_the_hooks_alone(caplog):
+    """It would compile them where a compiled fn calls them, anew for each slot, and warn at its limit."""
+    compiled = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), backend="aot_eager")
+    with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level("WARNING", logger="torch._dynamo"):
+        out = rg.run([rg.Update("a", compiled, "b")], {"a": torch.zeros(2, 4), "b": torch.ones(2, 4)})
+        out["a"].sum().backward()
+    assert "recompile_limit" not in caplog.text

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -206,6 +207,8 @@ class Tape:
         self.sizes: list[int] = []
         self.passes: dict[int, Reversal] = {}
         self.finals: list[tuple[Tensor, int | None]] | None = None
+        if "torch._dynamo" in sys.modules:
+            _hide_from_dynamo()
 
     def run(self, flat: Flat) -> None:
         """The forward: every update inside hooks, then the exit."""
@@ -355,6 +358,15 @@ class Exit(torch.autograd.Function):
 
 _current_pass: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass that this thread works for; -1 outside one."""
+
+
+@functools.cache
+def _hide_from_dynamo() -> None:
+    """A compiled fn calls the hooks where Dynamo watches, which would compile them too, anew for each slot."""
+    from torch._dynamo.eval_frame import skip_code
+
+    for hook in (Saved.pack, Saved.__getitem__, Tape.serve):
+        skip_code(hook.__code__)
 
 
 def _at_end_of_pass(callback: Callable[[], None]) -> None:
