@@ -1,22 +1,20 @@
-"""What the two processes of test_distributed.py run: one function per row, and the command loop that serves them.
+"""What the two processes of test_distributed.py run: one function per row.
 
 Every row trains a reversible network across two gloo processes and compares it with `Plain`, the same blocks written
-out as a loop, in one process that sees the data of both ranks and keeps its activations. A row takes its rank, returns
-nothing, and fails by raising. Both processes run the same row at the same time.
+out as a loop, in one process that sees the data of both ranks and keeps its activations. Processes and rows: see
+processes.py.
 """
 
 import contextlib
-import functools
 import itertools
-import traceback
+import unittest.mock
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from processes import Rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -27,52 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 import retrograd as rg
 
 WORLD, DIM, DEPTH, STEPS = 2, 8, 3, 2
-TIMEOUT = timedelta(seconds=20)
 
-Row = Callable[[int], None]
-ROWS: dict[str, Row] = {}
-
-
-def row(function: Callable[..., None] | None = None, /, **cases: dict[str, Any]) -> Any:
-    """Register a function as a row, or as one row for each case: a name and the arguments that come after the rank."""
-    if function is not None:
-        ROWS[function.__name__] = function
-        return function
-
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        for case, arguments in cases.items():
-            ROWS[f"{function.__name__}-{case}"] = functools.partial(function, **arguments)
-        return function
-
-    return register
-
-
-def serve(rank: int, commands: Connection) -> None:
-    """Run the rows that are asked for, each answered by None or a traceback.
-
-    A command is the name of a row and the file where the process group meets; another file than before means that the
-    last row has failed, and that what it left in the group is to be forgotten.
-    """
-    torch.set_num_threads(1)
-    met = None
-    while True:
-        name, meeting = commands.recv()
-        torch.set_default_dtype(torch.float64)
-        try:
-            if meeting != met:
-                if met is not None:
-                    dist.destroy_process_group()
-                met = meeting
-                dist.init_process_group("gloo", f"file://{met}", timeout=TIMEOUT, rank=rank, world_size=WORLD)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                # FSDP2 says this of any module that ends in a Linear on three dimensions, reversible or not.
-                warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-                ROWS[name](rank)
-        except Exception:
-            commands.send(traceback.format_exc())
-        else:
-            commands.send(None)
+ROWS = Rows()
+row = ROWS.row
 
 
 # The networks
@@ -116,8 +71,8 @@ class Reader(Net):
 class Bare(Net):
     """A network without a norm: every parameter of it is parallelized."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
         self.norm = nn.Identity()  # type: ignore[assignment]
 
 
@@ -657,6 +612,29 @@ def fsdp_gathers_no_more(rank: int, how: str, most: int) -> None:
     assert whole_networks == {phase: [most] * 2 * DEPTH for phase in (False, True)}
 
 
+@row(each={"how": "each", "size": 1}, pairs={"how": "pairs", "size": 2})
+def fsdp_gradient_order(rank: int, how: str, size: int) -> None:
+    """The gradients of a network, or of a pair, are reduced before the next one is replayed."""
+    log: list[str] = []
+
+    def build(sequence: Sequence) -> nn.Module:
+        return sequence([(Net(name=f"{i}.0", log=log), Net(name=f"{i}.1", log=log)) for i in range(DEPTH)])
+
+    def logged(event: str, collective: Callable[..., Any]) -> Any:
+        return unittest.mock.patch.object(
+            dist, collective.__name__, lambda *args, **kwargs: (log.append(event), collective(*args, **kwargs))[1]
+        )
+
+    model = shard(made(build, rg.ReversibleSequence), how)
+    with logged("reduce", dist.reduce_scatter_single), logged("gather", dist.all_gather_single):
+        found = train(model, mean_square, [rank])
+    assert_same(found, in_one_process(build, mean_square))
+    names = [f"replay {i}.{j}" for i in reversed(range(DEPTH)) for j in (1, 0)]
+    step = [event for k, name in enumerate(names, 1) for event in (name, *["reduce"] * (k % size == 0))]
+    assert [event for event in log if event != "gather"] == step * STEPS
+    assert log.count("gather") == 2 * STEPS * len(names) // size  # once for a forward, once for replay and backward
+
+
 @row
 def fsdp_prefetch(rank: int) -> None:
     """Each network tells FSDP2 to gather the next one already, in both directions."""
@@ -846,6 +824,33 @@ def sharded_streams(rank: int) -> None:
     with each_replayed_once():
         found = train(model, loss, [rank])
     assert_same(found, in_one_process(sequence_of(), on_one_batch, [0]))
+
+
+# Compiled networks
+
+
+@row(ddp={"wrapper": "ddp"}, fsdp={"wrapper": "fsdp"}, tensor_parallel={"wrapper": "tensor_parallel"})
+def compiled(rank: int, wrapper: str) -> None:
+    """Each f and g is compiled: after it is parallelized, before it is sharded or wrapped."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+
+    def build(sequence: Sequence) -> nn.Module:
+        return sequence([(network(), network()) for _ in range(2)])
+
+    def network() -> nn.Module:  # without the counters of Net, which would be compiled anew whenever they change
+        return nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 2 * DIM), nn.Tanh(), nn.Linear(2 * DIM, DIM))
+
+    model, loss, ranks = made(build, rg.ReversibleSequence), mean_square, [*range(WORLD)]
+    for each in (each for pair in blocks_of(model) for each in pair):
+        if wrapper == "tensor_parallel":
+            parallelize_module(
+                each, init_device_mesh("cpu", (WORLD,)), {"1": ColwiseParallel(), "3": RowwiseParallel()}
+            )
+            loss, ranks = on_one_batch, [0]
+        each.compile(backend="aot_eager")
+    if wrapper != "tensor_parallel":
+        model = DistributedDataParallel(model) if wrapper == "ddp" else shard(model, "pairs")
+    assert_same(train(model, loss, [rank]), in_one_process(build, loss, ranks))
 
 
 # Exact streams
