@@ -5,5 +5,16 @@
 
 from .axial import AxialAttention, AxialClassifier, AxialPixels
 from .lm import LanguageModel
+from .reformer import ExactAttention, LSHAttention, Reformer
+from .video_audio import VideoAudio
 
-__all__ = ["AxialAttention", "AxialClassifier", "AxialPixels", "LanguageModel"]
+__all__ = [
+    "AxialAttention",
+    "AxialClassifier",
+    "AxialPixels",
+    "ExactAttention",
+    "LSHAttention",
+    "LanguageModel",
+    "Reformer",
+    "VideoAudio",
+]
