@@ -20,7 +20,7 @@ test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --ignore tests/ecosystem
 
 test-ecosystem: .venv/ecosystem
-	$(BIN)/python -m pytest -n 2 tests/ecosystem
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/ecosystem
 
 check: .venv/installed
 	$(BIN)/ruff check .

@@ -196,6 +196,9 @@ class TestOnCuda:
         torch.cuda.synchronize()
         generator = torch.cuda.default_generators[0]
         spare = generator.clone_state()
-        with pytest.raises(RuntimeError, match=re.escape("retrograd.graphed")), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        with (
+            pytest.raises(RuntimeError, match=re.escape("retrograd.graphed")),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
             step_of(net)(x)
         generator.graphsafe_set_state(spare)  # a capture that fails leaves the other one unable to draw

@@ -33,8 +33,19 @@ def _names(fn: Any) -> frozenset[str] | None:
     if isinstance(inner := getattr(fn, "_orig_mod", None), nn.Module):  # torch.compile
         return _names(inner)
     names = _named_by(fn.forward) if "forward" in vars(fn) else _named_by_class(type(fn))
-    inner = getattr(fn, "module", None)  # DistributedDataParallel, AveragedModel, Residual
-    return _names(inner) if names is None and isinstance(inner, nn.Module) else names
+    inner = _wrapped_by(fn) if names is None else None
+    return names if inner is None else _names(inner)
+
+
+def _wrapped_by(fn: nn.Module) -> nn.Module | None:
+    """The network inside of a wrapper that takes any keyword."""
+    of_peft: Any = getattr(fn, "get_base_model", None)  # PeftModel
+    if of_peft is not None:
+        return of_peft()
+    for name in ("module", "base_layer"):  # DistributedDataParallel, AveragedModel, Residual; a layer with an adapter
+        if isinstance(inner := getattr(fn, name, None), nn.Module):
+            return inner
+    return None
 
 
 @lru_cache(maxsize=1024)

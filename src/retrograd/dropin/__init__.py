@@ -7,7 +7,9 @@
     with retrograd.dropin.install():                # inside a block
         model = ReformerLM(...)
 
-One file for each package: axial_attention, nuwa, reformer, se3. `retrograd` itself imports none of them.
+One file for each package: axial_attention, nuwa, reformer, se3. `retrograd` itself imports none of them. A fifth,
+`retrograd.dropin.transformers` (Reformer, and residual models made reversible), wraps what a model holds: there is
+nothing to install.
 """
 
 from __future__ import annotations
