@@ -148,7 +148,7 @@ def train(model: LanguageModel, data: Tensor, held_out: Tensor, setting: Setting
     trained, judged = [], []
     clock = Clock(setting)
     for percent in (progress := Progress(100, "training")):
-        loss = None
+        losses = []
         for _ in clock.until((percent + 1) / 100):
             for group in optimizer.param_groups:
                 group["lr"] = setting.rate * max(rate_at(clock.fraction()), 1e-3)
@@ -159,8 +159,9 @@ def train(model: LanguageModel, data: Tensor, held_out: Tensor, setting: Setting
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        if loss is not None:  # None: the step before took longer than a hundredth of the time
-            trained.append([clock.steps, loss.item() / math.log(2)])
+            losses.append(loss.detach())
+        if losses:  # none where the step before took longer than a hundredth of the time
+            trained.append([clock.steps, torch.stack(losses).mean().item() / math.log(2)])
         if percent % 5 == 4:
             model.eval()
             with torch.no_grad(), autocast:
@@ -249,7 +250,7 @@ def main() -> None:
             "x": "step",
             "y": "bits per byte",
             "series": series,
-            "levels": {"xz -9": levels["xz -9"], "all held-out bytes": found},
+            "levels": {"xz -9": levels["xz -9"], "all held out": found},
         },
     }
     settings = {"setting": options.setting, "policy": options.policy, "compile": options.compile, **asdict(setting)}

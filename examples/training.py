@@ -102,7 +102,7 @@ def plot(path: Path) -> Path | None:
         axes.plot(*zip(*points, strict=True), label=label)
     for label, level in history.get("levels", {}).items():
         axes.axhline(level, linestyle="--", color="0.5")
-        axes.annotate(label, (1.0, level), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="0.4")
+        axes.annotate(f" {label}", (1.0, level), xycoords=("axes fraction", "data"), va="center", color="0.4")
     axes.set_xlabel(history["x"])
     axes.set_ylabel(history["y"])
     axes.set_title(f"{content['example']} ({content['device']}, {content['date']})", fontsize=10)
