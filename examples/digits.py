@@ -121,8 +121,10 @@ def main() -> None:
             "levels": {"97 %": 0.97},
         },
     }
-    settings = {name: getattr(options, name) for name in ("depth", "width", "epochs", "batch", "rate", "policy", "split")}
-    path = record(f"digits-split-{options.split}" if options.split else "digits", device, settings, result, options.results)
+    named = ("depth", "width", "epochs", "batch", "rate", "policy", "split")
+    settings = {name: getattr(options, name) for name in named}
+    name = f"digits-split-{options.split}" if options.split else "digits"
+    path = record(name, device, settings, result, options.results)
     print(f"held-out accuracy {judged[-1][1]:.2%} of {len(held_out[1])} images after {steps} steps")
     print("written:", path, plot(path) or "(no plot: matplotlib is missing)")
 

@@ -38,7 +38,8 @@ def test_a_neighbourhood_is_around_its_place(digits: Any) -> None:
 def test_the_whole_script(digits: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (images, labels), (unseen, wanted) = digits.digits(torch.device("cpu"))
     assert (len(images), len(unseen)) == (1438, 359)
-    monkeypatch.setattr(digits, "digits", lambda device: ((images[:40], labels[:40]), (unseen[:20], wanted[:20])))
+    few = (images[:40], labels[:40]), (unseen[:20], wanted[:20])
+    monkeypatch.setattr(digits, "digits", lambda device, split: few)
     options = ["--depth", "2", "--width", "16", "--epochs", "2", "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["digits.py", *options])
     digits.main()
