@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +19,7 @@ import retrograd as rg
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "examples"))
+from bench import commit  # noqa: E402
 from quickstart import ByteModel, batches, corpus  # noqa: E402
 
 RUNS = {
@@ -78,18 +77,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     curves = {name: curve(name, options) for name in RUNS}
-    commit = (
-        os.environ.get("RETROGRAD_COMMIT")
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE
-        ).stdout.strip()
-    )
     last = {name: sum(losses[-20:]) / 20 for name, losses in curves.items()}
     result = {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "hardware": platform.processor() or platform.machine(),
         "torch": torch.__version__,
-        "commit": commit,
+        "commit": commit(),
         "sizes": {name: getattr(options, name) for name in sizes},
         "bit_identical": curves["ExactAdd, Reverse"] == curves["ExactAdd, Keep"],
         "mean_of_last_20": last,

@@ -14,9 +14,7 @@ import copy
 import datetime
 import itertools
 import json
-import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +26,7 @@ import retrograd as rg
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "examples"))
+from bench import commit  # noqa: E402
 from quickstart import Attention, ByteModel, batches, corpus, feed_forward  # noqa: E402
 
 CONVERSIONS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
@@ -134,17 +133,11 @@ def main() -> None:
             curves[scratch] = train(model, options.more, scratch, texts, options)
 
     back = {name: next((step for step, loss in c.items() if loss <= target), None) for name, c in curves.items()}
-    commit = (
-        os.environ.get("RETROGRAD_COMMIT")
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE
-        ).stdout.strip()
-    )
     result = {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "hardware": platform.processor() or platform.machine(),
         "torch": torch.__version__,
-        "commit": commit,
+        "commit": commit(),
         "sizes": {name: getattr(options, name) for name in [*sizes, "rate"]},
         "plain_loss_at_conversion": target,
         "loss_right_after": {name: losses[0] for name, losses in curves.items()},

@@ -187,8 +187,29 @@ class TestOnCuda:
             launch(x[:4])
         with pytest.raises(ValueError, match="captured for inputs of"):
             launch()
-        with pytest.raises(ValueError, match="on the CUDA device"):
+        with pytest.raises(ValueError, match="captured for inputs of"):
+            launch(x.double())
+        with pytest.raises(ValueError, match="on the current CUDA device"):
             rg.graphed(step_of(net), x.cpu())
+        with pytest.raises(ValueError, match="needs a gradient"):
+            rg.graphed(step_of(net), x.clone().requires_grad_())
+
+    def test_two_backwards_of_one_forward_that_draws(self):
+        def build(dropout):
+            net = network(rg.Reverse(), dropout)
+
+            def step(x):
+                net.zero_grad()
+                loss = net(x).square().mean()
+                loss.backward(retain_graph=True)
+                loss.backward()
+
+            return step
+
+        x = torch.randn(8, 32, device="cuda")
+        rg.graphed(build(0.0), x)(x)
+        with pytest.raises(RuntimeError, match="replayed twice in a captured step"):
+            rg.graphed(build(0.2), x)
 
     def test_a_graph_of_the_users_own_says_what_to_use(self):
         net, x = network(rg.Reverse()), torch.randn(8, 32, device="cuda")

@@ -1,6 +1,9 @@
 """Each policy against kept activations, in any mixture, counted in bytes and calls."""
 
+import copy
+import functools
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -229,9 +232,38 @@ class TestAuto:
     def test_explain(self):
         policy = rg.Auto("1MiB")
         assert "not seen a training step" in policy.explain()
-        network(2, policy=policy)(self.x)
+        net = network(2, policy=policy)
+        net(self.x)
         assert "budget 1.0 MiB" in policy.explain()
+        policy = net.policy = rg.Auto(next(iter(policy.learned.values())).need(0))  # nothing more fits
+        for _ in range(2):
+            net(self.x)
         assert "replays take about" in policy.explain()
+
+    def test_frozen_weights_are_learned_anew_when_they_are_trained(self):
+        net = network(8, policy=rg.Auto("1MiB")).requires_grad_(False)
+        net(self.x)
+        net.requires_grad_(True)
+        net(self.x)
+        (learned,) = net.policy.learned.values()
+        assert learned.kept == 0
+        net(self.x)
+        assert learned.kept_bytes > 0
+
+    def test_a_copy_learns_anew(self):
+        net = network(2, policy=rg.Auto("1MiB"))
+        net(self.x)
+        for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+            assert other.policy.budget == 2**20
+            assert not other.policy.learned
+
+    def test_functions_made_anew_do_not_gather(self):
+        policy, weight = rg.Auto("1MiB"), torch.randn(8, requires_grad=True)
+        for _ in range(3):
+            update = rg.Update("a", functools.partial(torch.mul, other=weight), "b")
+            rg.run([update], {"a": torch.zeros(8), "b": torch.ones(8)}, policy=policy)
+        (learned,) = policy.learned.values()
+        assert len(learned.saved) == 1
 
     def test_a_fraction_of_what_is_free(self):
         net = network(policy=rg.Auto(0.5))

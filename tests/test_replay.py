@@ -535,3 +535,25 @@ def test_dtensors_are_known_by_name() -> None:
     assert _is_dtensor(torch.Tensor._make_subclass(type("Mine", (DTensor,), {}), torch.ones(1)))
     assert not _is_dtensor(torch.ones(1))
     assert not _is_dtensor(None)
+
+
+def test_a_join_that_draws_does_not_disturb_the_next_update():
+    class Noisy(rg.Join):
+        def apply(self, target, *out):
+            torch.rand(())
+            return target + out[0]
+
+        def invert(self, target, *out):
+            return target - out[0]
+
+    def dropped(x):
+        return torch.nn.functional.dropout(x * x, 0.5)
+
+    x = torch.randn(32, requires_grad=True)
+    updates = [rg.Update("a", dropped, "b", Noisy()), rg.Update("b", dropped, "a")]
+    rg.run(updates, {"a": x, "b": x})["b"].sum().backward()
+
+
+def test_weights_that_are_drawn_in_the_forward_do_not_disturb_the_next_update():
+    net = rg.ReversibleSequence([(torch.nn.Dropout(), torch.nn.LazyLinear(4)), (torch.nn.Dropout(), torch.nn.Tanh())])
+    net(torch.randn(2, 4, requires_grad=True)).sum().backward()

@@ -7,6 +7,7 @@ is gone before the first replay needs room.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import weakref
@@ -33,7 +34,8 @@ class Auto(Policy):
     takes is an error that names the smallest that works. `explain()` says what was chosen and what replays cost.
     Updates with a policy of their own are not counted.
 
-    The choice depends on shapes and budget alone, so ranks of a distributed run agree; a fraction is refused there.
+    The choice depends on budget, shapes, and on which weights are trained, so ranks of a distributed run agree; a
+    fraction is refused there. A copy of the policy learns anew.
 
     >>> Auto(budget="8GiB").budget
     8589934592
@@ -49,6 +51,9 @@ class Auto(Policy):
                 f"Auto: budget must be bytes, a size such as '8GiB', or a fraction below 1, not {self.budget!r}"
             )
         object.__setattr__(self, "budget", budget if isinstance(budget, float) and budget < 1 else int(budget))
+
+    def __reduce__(self) -> Any:
+        return Auto, (self.budget,)  # what was learned belongs to these modules, on this device
 
     def explain(self) -> str:
         """What was learned and chosen, for each shape of the streams that was seen."""
@@ -87,7 +92,7 @@ class Learned:
     def __init__(self, streams: int, budget: int, device: torch.device) -> None:
         self.streams, self.budget, self.device = streams, budget, device  # bytes, bytes
         self.saved: dict[Any, int] = {}  # what each fn saves
-        self.took: dict[Any, Stopwatch] = {}  # how long its first call took: what a replay costs
+        self.took: dict[Any, Stopwatch] = {}  # how long its second call took: what a replay costs
         self.reversed: list[Any] = []  # the fns that the last program replays
         self.length = self.kept = self.kept_bytes = 0
 
@@ -97,27 +102,28 @@ class Learned:
         self.kept = self.kept_bytes = 0
         policies: list[Policy] = []
         for update in reversed(updates):
-            size = 0 if update.policy is not None else self.saved.get(_key(update.fn))
+            size = 0 if update.policy is not None else self.saved.get(key_of(update.fn))
             if size is None or self.need(self.kept_bytes + size) > self.budget:
                 break
             policies.append(Keep())
             self.kept, self.kept_bytes = self.kept + (update.policy is None), self.kept_bytes + size
         replayed = updates[: len(updates) - len(policies)]
-        self.reversed = [_key(update.fn) for update in replayed if update.policy is None]
+        self.reversed = [key_of(update.fn) for update in replayed if update.policy is None]
         return [Reverse()] * (len(updates) - len(policies)) + policies
 
     def knows(self, fn: Callable[..., Any]) -> bool:
         """Whether it is known what this fn saves."""
-        return _key(fn) in self.saved
+        return key_of(fn) in self.saved
 
-    def learn(
-        self, fn: Callable[..., Any], saved: Sequence[Tensor], outside: Sequence[Tensor], took: Stopwatch
-    ) -> None:
-        """Note how long a fn takes, and what it saves, less what is there anyway (weights, keywords)."""
-        self.took[_key(fn)] = took
+    def wants_time(self, fn: Callable[..., Any]) -> bool:
+        """Whether this call of a fn should be timed: its second, since a first one warms up."""
+        return (key := key_of(fn)) in self.saved and key not in self.took
+
+    def learn(self, fn: Callable[..., Any], saved: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
+        """Note what a fn saves, less what is there anyway (weights, keywords)."""
         there = {tensor.untyped_storage()._cdata for tensor in outside}
         storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in saved)}
-        self.saved[_key(fn)] = sum(size for storage, size in storages.items() if storage not in there)
+        self.saved[key_of(fn)] = sum(size for storage, size in storages.items() if storage not in there)
 
     def need(self, kept: int) -> int:
         """The most bytes that a step holds if so many are kept.
@@ -151,7 +157,9 @@ class Learned:
 
 def learned_for(policy: Auto, flat: dict[str, list[Tensor]], surroundings: Surroundings) -> Learned:
     """What a policy knows about programs on such streams."""
-    shapes = tuple((name, tuple((t.shape, t.dtype, t.device) for t in leaves)) for name, leaves in flat.items())
+    shapes = tuple(
+        (name, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in leaves)) for name, leaves in flat.items()
+    )
     key = (shapes, tuple(surroundings.autocast))
     if key not in policy.learned:
         leaves = [leaf for leaves in flat.values() for leaf in leaves]
@@ -174,6 +182,11 @@ def _budget(policy: Auto, device: torch.device) -> int:
     return int(policy.budget * free)
 
 
-def _key(fn: Any) -> Any:
-    """What stands for a fn in the next call: the module, or for functions made anew at each call, their code."""
-    return weakref.ref(fn) if isinstance(fn, nn.Module) else getattr(fn, "__code__", fn)
+def key_of(fn: Any) -> Any:
+    """What stands for a fn in the next call: the module and what it trains, or for functions made anew at each call,
+    their code."""
+    if isinstance(fn, nn.Module):
+        return weakref.ref(fn), fn.training, tuple(parameter.requires_grad for parameter in fn.parameters())
+    if isinstance(fn, functools.partial):
+        return key_of(fn.func)
+    return getattr(fn, "__code__", None) or type(fn)

@@ -120,8 +120,13 @@ def bench(
             for _ in range(rounds):
                 for row in found.rows:
                     if row.failed is None:
-                        with ways[row.policy]():
-                            row.rounds.append(timed())
+                        try:
+                            with ways[row.policy]():
+                                row.rounds.append(timed())
+                        except (RuntimeError, MemoryError) as error:
+                            if not out_of_memory(error):
+                                raise
+                            row.failed = "does not fit into memory"
                     advance(row.policy)
     except KeyboardInterrupt:
         found.stopped = True

@@ -103,14 +103,15 @@ class Findings:
         return next(row for row in self.rows if row.way == way)
 
     @property
-    def agree(self) -> bool:
-        """Whether all gradients are those of kept activations."""
-        return all((row.gradient_difference or 0.0) <= TOLERANCE for row in self.rows)
+    def agree(self) -> bool | None:
+        """Whether all gradients are those of kept activations; None where these did not fit."""
+        found = [row.gradient_difference for row in self.rows if row.gradient_difference is not None]
+        return all(difference <= TOLERANCE for difference in found) if found else None
 
     @property
     def status(self) -> int:
         """What the shell is told: 130 after Ctrl-C, 1 if gradients differ or not even the reversed model fits."""
-        return 130 if self.stopped else 0 if self.agree and self["reversed"].bytes is not None else 1
+        return 130 if self.stopped else 0 if self.agree is not False and self["reversed"].bytes is not None else 1
 
     def as_dict(self) -> dict[str, Any]:
         return {"agree": self.agree, **dataclasses.asdict(self)}
@@ -239,6 +240,8 @@ def peak(model: LanguageModel, tokens: Tensor) -> int:
         with LiveBytes() as memory:
             model.loss(tokens).backward()
         return memory.peak
+    model.loss(tokens).backward()  # libraries take memory at their first use, and keep it
+    model.zero_grad(set_to_none=False)
     before = torch.cuda.memory_allocated(tokens.device)
     torch.cuda.reset_peak_memory_stats(tokens.device)
     model.loss(tokens).backward()
@@ -263,8 +266,8 @@ def step(model: LanguageModel, optimizer: torch.optim.Optimizer, tokens: Tensor)
 
 def difference(gradients: list[Tensor], reference: list[Tensor]) -> float:
     """The largest relative difference of any parameter's gradient."""
-    errors = ((a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(gradients, reference, strict=True))
-    return max(error.item() for error in errors)
+    errors = [(a - b).norm() / b.norm().clamp_min(1e-30) for a, b in zip(gradients, reference, strict=True)]
+    return torch.stack(errors).max().item()  # NaN if there is one
 
 
 def measure_depths(settings: Settings, data: Tensor, found: Findings, screen: Screen) -> None:
@@ -343,7 +346,7 @@ def verdict(found: Findings) -> str:
     if kept.bytes is None or kept.seconds is None:
         return "Kept activations do not fit into memory here; reversed they do."
     worst = max(row.gradient_difference or 0.0 for row in found.rows)
-    if not found.agree:
+    if found.agree is False:
         return f"The gradients DIFFER, by up to {worst:.0e} of their norm: that is a bug, please report it."
     return (
         f"The gradients agree: they differ by {worst:.0e} of their norm at most. Reversing took "

@@ -26,8 +26,12 @@ def graphed(step: Callable[..., Any], *inputs: Any, warmup: int = 3) -> Graphed:
 
     First the step runs `warmup` times on `inputs`, with all its effects, so give it inputs to train on. An optimizer
     needs `capturable=True`. Set gradients to None inside the step; afterwards leave `.grad` alone, since that is where
-    the graph writes. What the step does on the host is not repeated: what depends on it (a choice by the data, layer
-    dropout, numbers drawn on the CPU, `Offload`, `Reverse(watch=...)`) is refused.
+    the graph writes. Two backward passes over one forward that draws are refused.
+
+    What the step does on the host is done once, at the capture. What is seen to depend on it is refused: a choice by
+    the data, layer dropout, numbers of torch's generator for the CPU, `Offload`, `Reverse(watch=...)`. What is not seen
+    is frozen: numbers of Python or NumPy, a learning rate (give the optimizer a tensor as `lr` and change that). A
+    capture that fails also disables the steps that were captured before it.
 
     >>> import retrograd as rg
     >>> net = rg.ReversibleSequence([(torch.nn.Tanh(), torch.nn.Linear(8, 8)) for _ in range(2)])
@@ -57,9 +61,15 @@ class Graphed:
         if not torch.cuda.is_available():
             raise RuntimeError("graphed needs a CUDA device, and there is none here; call the step itself")
         leaves, self.structure = _flat(inputs)
-        if any(leaf.device.type != "cuda" for leaf in leaves):
-            raise ValueError("graphed: inputs must be on the CUDA device, so that a launch need not wait for the host")
-        self.inputs = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
+        here = torch.device("cuda", torch.cuda.current_device())
+        if any(leaf.device != here for leaf in leaves):
+            raise ValueError(f"graphed: inputs must be on the current CUDA device, {here}: see torch.cuda.set_device")
+        if any(leaf.requires_grad for leaf in leaves):
+            raise ValueError(
+                "graphed: an input needs a gradient, which would arrive at the graph's own copy of it; let the step "
+                "hold that tensor instead of taking it as an input"
+            )
+        self.inputs = [leaf.detach().clone() for leaf in leaves]
         self.graph = torch.cuda.CUDAGraph()
         self.capture = Capture(self._rehearse(step, warmup), self.graph)
         self.outputs = self._record(step)
@@ -67,10 +77,10 @@ class Graphed:
     def __call__(self, *inputs: Any) -> Any:
         """Launch the step on new inputs. Does not wait for the device."""
         leaves, structure = _flat(inputs)
-        if structure != self.structure or any(a.shape != b.shape for a, b in zip(leaves, self.inputs, strict=True)):
+        if structure != self.structure or [*map(_kind, leaves)] != [*map(_kind, self.inputs)]:
             raise ValueError(
                 f"graphed: captured for inputs of {_shown(self.inputs)}, called with {_shown(leaves)}; a graph holds "
-                "for one set of shapes: capture another one, or pad"
+                "for one set of shapes, types and devices: capture another one, or pad"
             )
         self._check(wait=False)
         with torch.no_grad():
@@ -120,8 +130,10 @@ class Graphed:
         try:
             with under_way(self.capture), torch.cuda.graph(self.graph):
                 outputs = step(*unflatten(self.inputs, self.structure))
-        except Exception as error:
+        except BaseException as error:
             generator.graphsafe_set_state(spare)  # a capture that fails leaves the other one unable to draw
+            if not isinstance(error, Exception):
+                raise
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise RuntimeError(
                 f"graphed: the step cannot be captured: {reason[0]} (a graph cannot hold what waits for the device or "
@@ -130,7 +142,8 @@ class Graphed:
         if self.capture.calls != len(self.capture.rehearsal.offsets):
             raise RuntimeError(
                 f"graphed: the step ran {self.capture.calls} updates in its capture and "
-                f"{len(self.capture.rehearsal.offsets)} before; it must do the same at each call"
+                f"{len(self.capture.rehearsal.offsets)} before; it must do the same at each call (Auto learns in its "
+                "first step: then warmup must be 2 or more)"
             )
         return outputs
 
@@ -151,5 +164,9 @@ def _flat(inputs: tuple[Any, ...]) -> tuple[list[Tensor], Structure]:
         raise TypeError(f"graphed: inputs are tensors or trees of tensors: {error}") from None
 
 
+def _kind(leaf: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return leaf.shape, leaf.dtype, leaf.device
+
+
 def _shown(leaves: list[Tensor]) -> str:
-    return f"shapes {[tuple(leaf.shape) for leaf in leaves]}"
+    return ", ".join(f"{tuple(leaf.shape)} {leaf.dtype} on {leaf.device}" for leaf in leaves) or "no tensors"

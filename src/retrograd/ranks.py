@@ -46,8 +46,7 @@ class Drawn:
             return
         names = {id(inner): name for name, inner in module.named_modules()}
         text = " ".join(f"{update.target}:{names.get(id(update.fn), update.name)}" for update in updates)
-        fns = [update.fn for update in updates if isinstance(update.fn, nn.Module)]
-        for mesh in _meshes(fns):
+        for mesh in _meshes([module]):  # all of it: a rank that has drawn nothing must take part as well
             rank = torch.distributed.get_rank()
             found = torch.tensor([[rank, zlib.crc32(text.encode())]], device=mesh.device_type)
             for group in mesh.get_all_groups():  # one dimension after the other, until all ranks of the mesh are there
@@ -68,4 +67,4 @@ def _meshes(networks: Iterable[nn.Module]) -> list[Any]:
     from torch.distributed.tensor import DTensor
 
     meshes = {p.device_mesh for network in networks for p in network.parameters() if isinstance(p, DTensor)}
-    return sorted(meshes, key=lambda mesh: (mesh.ndim, str(mesh)))
+    return sorted(meshes, key=lambda mesh: (mesh.ndim, str(mesh.mesh.tolist())))

@@ -159,6 +159,7 @@ class Call:
         "remembered",
         "random",
         "twin",
+        "spent",
         "modes",
         "held",
         "moved",
@@ -172,6 +173,7 @@ class Call:
         self.remembered: list[Any] = []
         self.random: list[tuple[torch.Generator, Any, int]] = []  # generators the forward moved: whence, whither (R4)
         self.twin: list[tuple[torch.Generator, torch.Generator]] = []  # instead, inside a CUDA graph: see capture.py
+        self.spent = False
         self.modes: list[tuple[nn.Module, bool]] = []  # the modules of fn and their training flags
         self.held: list[tuple[dict[str, Any], str, Any]] = []  # their parameters and buffers: where, name, tensor
         self.moved: list[tuple[nn.Module, dict[str, Tensor | None]]] = []  # copies of buffers that the forward moved
@@ -218,10 +220,9 @@ class Call:
             out = running(self.index, self.update, function, self.remembered, generators)
             self.twin = recording.twin()
             return out
-        states = self.surroundings.states() + [state(generator) for generator in own]
+        states = [state(generator) for generator in generators]
         out = running(self.index, self.update, function, self.remembered, generators)
-        after = self.surroundings.states(moved=True) + [state(generator) for generator in own]
-        changes = zip(generators, states, after, strict=True)
+        changes = zip(generators, states, [state(generator) for generator in generators], strict=True)
         self.random = [(g, then, digest(now)) for g, then, now in changes if not same(then, now)]
         if isinstance(recording, Rehearsal):
             recording.note(self.update.label(self.index), [(generator, then) for generator, then, _ in self.random])
@@ -257,7 +258,7 @@ class Call:
                 "change it after the backward, or give this update policy=Keep()"
             )
         now: list[tuple[torch.Generator, Any]] = [(generator, state(generator)) for generator, _, _ in self.random]
-        now += [(generator, generator.graphsafe_get_state()) for generator, _ in self.twin]
+        now += [(generator, generator.graphsafe_get_state()) for generator, _ in self._twin()]
         flipped: list[nn.Module] = []
         frozen = [tensor for tensor, needed in self.grads if tensor.requires_grad != needed and tensor.is_leaf]
         swapped: list[tuple[dict[str, Any], str, Any]] = []
@@ -300,6 +301,16 @@ class Call:
                 module.training = not module.training
             for tensor in frozen:
                 tensor.requires_grad_(not tensor.requires_grad)
+
+    def _twin(self) -> list[tuple[torch.Generator, torch.Generator]]:
+        """Inside a CUDA graph: what to draw from. A twin has moved on after its first use, and cannot be put back."""
+        if self.spent:
+            raise RuntimeError(
+                f"{self.update.label(self.index)} draws random numbers and is replayed twice in a captured step (two "
+                "backward passes over one forward); give it policy=Keep(), or run two forwards"
+            )
+        self.spent = bool(self.twin)
+        return self.twin
 
     def outside(self) -> list[Tensor]:
         """What `fn` reads and others hold: tensors, keywords and weights, also those that FSDP2 has gathered for it."""

@@ -16,7 +16,7 @@ T = TypeVar("T")
 class Surroundings:
     """What surrounds a program while it runs forward."""
 
-    __slots__ = ("kinds", "autocast", "attention", "generators", "seen")
+    __slots__ = ("kinds", "autocast", "attention", "generators")
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         devices = set(devices)
@@ -25,16 +25,6 @@ class Surroundings:
         self.autocast = _autocast(self.kinds)
         self.attention = _attention()
         self.generators = default_generators(devices)
-        self.seen: list[Any] | None = None
-
-    def states(self, *, moved: bool = False) -> list[Any]:
-        """The states of the generators: as they are now (`moved`), or as they were when last looked at.
-
-        Between two updates of a tape nothing draws, so the state after one is the state before the next.
-        """
-        if moved or self.seen is None:
-            self.seen = [state(generator) for generator in self.generators]
-        return self.seen
 
     def run(self, function: Callable[[], T]) -> T:
         """Call `function` in these surroundings, whatever surrounds this call; autocast's weight cache is off (R5)."""

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .alarms import DriftWatch, RangeAlarms, settle_drifts
-from .auto import Learned, Stopwatch
+from .auto import Learned, Stopwatch, key_of
 from .policies import Reverse
 from .replay import Call
 from .streams import version
@@ -114,16 +114,18 @@ class Entry:
         self.source_grads = [[leaf.requires_grad for leaf in leaves] for leaves in sources]
         self.target_grads = [leaf.requires_grad for leaf in target]
         saved = self.live = Saved()
-        watch = None if learned is None or learned.knows(update.fn) else Stopwatch(learned.device)
+        watch = Stopwatch(learned.device) if learned is not None and learned.wants_time(update.fn) else None
         try:
             with saved_tensors_hooks(saved.pack, unpack):
                 parts, replayable = self.call.forward(lambda: self._called(sources, target, 0))
                 self.fn_slots = len(saved.tensors)
                 flat[update.target] = step.join(target, parts, alarms)
             self.slots, self.marks = saved.slots(), saved.marks(sources)
-            if learned is not None and watch is not None:
+            if watch is not None:
                 watch.stop()
-                learned.learn(update.fn, saved.tensors, self.call.outside(), watch)
+                learned.took[key_of(update.fn)] = watch  # type: ignore[union-attr]
+            elif learned is not None and not learned.knows(update.fn):
+                learned.learn(update.fn, saved.tensors, self.call.outside())
             if not replayable:
                 saved.detach()
                 self.kept = saved, [[leaf.detach() for leaf in part] for part in parts]
@@ -200,7 +202,7 @@ class Tape:
         alarms: RangeAlarms | None = None,
         learned: Learned | None = None,
     ) -> None:
-        self.policy, self.surroundings, self.alarms, self.learned = policy, surroundings, alarms, learned
+        self.policy, self.alarms, self.learned = policy, alarms, learned
         self.watch: DriftWatch | None = None
         self.entries = [Entry(step, policy, surroundings) for step in steps]
         self.names = sorted({name for step in steps for name in (step.update.target, *step.update.sources)})
@@ -214,7 +216,6 @@ class Tape:
         """The forward: every update inside hooks, then the exit."""
         if self.policy.watch is not None:
             self.watch = DriftWatch(self.policy, [leaf for name in self.names for leaf in flat[name]])
-        self.surroundings.seen = None  # whatever ran since may have drawn
         for position, entry in enumerate(self.entries):
             entry.run(flat, functools.partial(self.serve, position), self.alarms, self.learned)
         self.sizes = [len(flat[name]) for name in self.names]

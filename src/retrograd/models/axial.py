@@ -90,7 +90,7 @@ class AxialPixels(nn.Module):
         join: rg.Join = rg.Add(),
     ) -> None:
         super().__init__()
-        self.shape, self.levels = tuple(shape), levels
+        self.shape, self.levels, self.dropout = tuple(shape), levels, dropout
         heads = checked(self, depth, width, heads, dropout)
         self.embed, self.positions = nn.Embedding(levels, width), AxialPositions(self.shape, width)
         self.stages = nn.ModuleList()
@@ -130,6 +130,10 @@ class AxialPixels(nn.Module):
     @torch.no_grad()
     def generate(self, batch: int, *, temperature: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
         """Draw grids value by value, each with a pass of the whole model: (batch, *shape)."""
+        if not temperature > 0:
+            raise ValueError(f"generate: temperature must be above 0, not {temperature!r}")
+        if self.training and self.dropout:
+            raise RuntimeError("generate: the model is in training mode and would drop channels; call eval() first")
         values = torch.zeros(batch, *self.shape, dtype=torch.long, device=self.head.weight.device)
         for place in range(math.prod(self.shape)):
             logits = self(values).flatten(1, -2)[:, place].float()  # (B, levels)

@@ -86,6 +86,8 @@ class LanguageModel(nn.Module):
         """
         before = 0 if cache is None else cache.filled
         self.refuse(tokens, before)
+        if before and tokens.shape[1] > 1:
+            raise ValueError(f"LanguageModel: after a prompt, a cache takes one token at a time, not {tokens.shape[1]}")
         try:
             x = self.embed(tokens)  # (B, T, C)
         except IndexError:

@@ -108,6 +108,8 @@ class Reformer(nn.Module):
 
         Logits are computed for `chunk` positions at a time, and again in the backward: they are never all there.
         """
+        if chunk < 1:
+            raise ValueError(f"loss: chunk must be a positive number of positions, not {chunk!r}")
         if targets is None:
             if tokens.dim() != 2 or tokens.shape[1] < 2:
                 raise ValueError(

@@ -66,6 +66,7 @@ class VideoAudio(nn.Module):
         height, width, channels = picture
         sizes = {"depth": depth, "video_width": video_width, "audio_width": audio_width, "heads": heads}
         sizes |= {"height": height, "width": width, "channels": channels, "patch": patch, "window": window}
+        sizes |= {"vocabulary": 1 if vocabulary is None else vocabulary, "text_length": text_length}
         for name, size in sizes.items():
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"VideoAudio: {name} must be a positive whole number, not {size!r}")
@@ -124,6 +125,8 @@ class VideoAudio(nn.Module):
     def loss(self, video: Tensor, audio: Tensor, text: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The mean squared errors of the frames, from the second one on, and of the sound."""
         frames, sound = self(video, audio, text)
+        if video.shape[1] < 2:
+            raise ValueError("VideoAudio: a clip of one frame has no next one to predict; give two frames or more")
         return functional.mse_loss(frames[:, :-1], video[:, 1:]), functional.mse_loss(sound, audio)
 
     def patches(self, video: Tensor) -> Tensor:
