@@ -140,17 +140,18 @@ def tensor_parallel_layer_dropout_per_rank(rank: int) -> None:
 
 
 class Drawing(rg.Reversible):
-    """A program of six pairs, about half of which each call draws, from `generator` if there is one."""
+    """A program of six pairs, a `share` of which each call draws, from `generator` if there is one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.ModuleList(pair) for pair in pairs(depth=6))
         self.generator: torch.Generator | None = None
+        self.share = 0.5
 
     def updates(self) -> Iterator[rg.Update]:
         draws = torch.rand(len(self.blocks), generator=self.generator).tolist()
         for (f, g), draw in zip(self.blocks, draws, strict=True):
-            if draw < 0.5:
+            if draw < self.share:
                 yield rg.Update("a", f, "b")
                 yield rg.Update("b", g, "a")
 
@@ -173,6 +174,10 @@ def other_programs(rank: int, how: str) -> None:
 
     with pytest.raises(RuntimeError, match=r"ranks \[1\] run other updates than rank 0"):
         mean(rank, model)
+    model.share = float(rank)  # none at all, and all
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] run other updates than rank 0"):
+        mean(rank, model)
+    model.share = 0.5
     model.generator = torch.Generator().manual_seed(1)
     mean(rank, model).backward()
 
