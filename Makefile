@@ -39,6 +39,7 @@ benchmarks/.peers: benchmarks/requirements-peers.txt
 	$(BIN)/pip install --quiet --no-deps --target $@ --requirement $<
 
 .venv/installed: pyproject.toml constraints.txt tests/requirements-seeds.txt
+	@echo "installing into .venv: a minute or more"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cli,dev,docs]"
 	$(BIN)/pip install --quiet --no-deps --requirement tests/requirements-seeds.txt

@@ -10,6 +10,21 @@ from typing import Any
 
 Run = dict[str, Any]
 MIB = 2**20
+SHORT = {  # names in a plot, where the contender's own is no word
+    "auto": "Auto",
+    "compile": "compiled",
+    "exact": "ExactAdd",
+    "keep": "Keep",
+    "kept": "plain autograd",
+    "kept-graphed": "plain autograd in a graph",
+    "offload": "Offload",
+    "reverse": "Reverse",
+    "reverse-anchors": "Reverse(anchor_every=8)",
+    "reverse-attention": 'Reverse(save="attention")',
+    "reverse-compiled": "Reverse, compiled",
+    "reverse-graphed": "Reverse in a graph",
+    "reverse-half": "half Keep",
+}
 SCALE = ("reverse", "auto", "reverse-half", "keep")  # one network, one join: only the policy differs
 
 
@@ -155,10 +170,20 @@ def time_against_memory(name: str, runs: list[Run], stem: Path) -> Path:
         colour = "tab:red" if run["wrong"] else "tab:green" if ours else "tab:gray"
         at = (run["memory_bytes"] / MIB, run["step_ms"])
         axes.plot(*at, "o" if ours else "x", color=colour)
-    for group in neighbours(runs):
-        names = "\n".join(run["contender"] for run in sorted(group, key=lambda run: -run["step_ms"]))
+    groups = neighbours([run for run in runs if run["contender"] != "exact-keep"])  # ExactAdd is there, reversed
+    for group in groups:
+        slowest_first = sorted(group, key=lambda run: -run["step_ms"])
+        names = "\n".join(SHORT.get(run["contender"], run["contender"]) for run in slowest_first)
         at = max(run["memory_bytes"] for run in group) / MIB, max(run["step_ms"] for run in group)
-        axes.annotate(names, at, textcoords="offset points", xytext=(6, 2), va="bottom", fontsize=7)
+        crowded = any(under(group, other) for other in groups)
+        axes.annotate(
+            names,
+            at,
+            textcoords="offset points",
+            xytext=(6, -4 if crowded else 2),
+            va="top" if crowded else "bottom",
+            fontsize=8,
+        )
     scale = sorted((run["memory_bytes"] / MIB, run["step_ms"]) for run in runs if run["contender"] in SCALE)
     if len(scale) > 1:
         axes.plot(
@@ -169,13 +194,19 @@ def time_against_memory(name: str, runs: list[Run], stem: Path) -> Path:
             floor_ms = run["step_ms"] * run["floor_ratio"]
             axes.axhline(floor_ms, color="tab:gray", linewidth=0.7, linestyle=":", label="kept + one forward")
             axes.legend(loc="upper right", fontsize=7)
-    sizes = "d{width} n{tokens} b{batch}, {blocks} blocks".format(**runs[0]["configuration"])
+    sizes = "{blocks} blocks of width {width}, {tokens} tokens, batch {batch}".format(**runs[0]["configuration"])
     axes.set(xscale="log", yscale="log", xlabel="peak memory above weights and gradients, MiB", ylabel="step, ms")
-    axes.margins(x=0.15, y=0.15)  # room for the names
+    axes.margins(x=0.2, y=0.2)  # room for the names
     plain_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
-    axes.set_title(f"{name}: {sizes}", fontsize=10)
+    axes.set_title(sizes, fontsize=10)
     return saved(figure, stem, f"time-memory-{name}")
+
+
+def under(group: list[Run], other: list[Run]) -> bool:
+    """Whether the points of one group lie so closely under those of another that its names must go below them."""
+    here, there = group[0], other[0]
+    return 0.7 < here["memory_bytes"] / there["memory_bytes"] < 1.4 and 0.6 < here["step_ms"] / there["step_ms"] < 0.98
 
 
 def neighbours(runs: list[Run]) -> list[list[Run]]:

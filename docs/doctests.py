@@ -1,4 +1,4 @@
-"""For the API page: examples in docstrings become code blocks. Markdown would take their `>>>` for quotations."""
+"""For the API page: examples in docstrings become code blocks, and not quotations."""
 
 from __future__ import annotations
 
@@ -15,4 +15,6 @@ class Doctests(Extension):
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = EXAMPLE.sub(lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value)
+            obj.docstring.value = EXAMPLE.sub(
+                lambda found: f"```pycon\n{found[0]}\n```", obj.docstring.value
+            )

@@ -169,3 +169,17 @@ def test_compile_options_belong_to_the_class_until_they_are_set() -> None:
     net = Mine()
     net.compile_options = {"backend": "eager"}
     assert Mine().compile_options == {}
+
+
+@pytest.mark.parametrize("policy", ["reverse", rg.Keep, None])
+def test_what_is_no_policy_is_refused_where_it_is_set(policy):
+    net = rg.ReversibleSequence([(nn.Tanh(), nn.Tanh())])
+    with pytest.raises(TypeError, match="policy must be a Policy"):
+        net.policy = policy
+    assert net.policy == rg.Reverse()
+
+
+def test_a_second_input_without_a_keyword():
+    net = rg.ReversibleSequence([(nn.Tanh(), nn.Tanh())])
+    with pytest.raises(TypeError, match="as keywords, such as mask=mask"):
+        net(torch.zeros(2), torch.zeros(2))

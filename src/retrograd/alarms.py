@@ -162,7 +162,7 @@ class _Drifts:
             message = (
                 f"a reversible program reconstructed its inputs with a relative error of {drift:.2g}, more than "
                 f"watch={policy.watch:g}: its gradients are off accordingly. Remedies: join=ExactAdd(), "
-                "Reverse(anchor_every=...), streams in float32"
+                "Reverse(anchor_every=...), streams in float32; or fn is not deterministic: run retrograd.check"
             )
             if policy.on_drift == "raise":
                 raise RuntimeError(message)

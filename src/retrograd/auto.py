@@ -138,8 +138,8 @@ class Learned:
         """Refuse a budget that even reversing everything exceeds."""
         if self.need(0) > self.budget:
             raise RuntimeError(
-                f"Auto: the budget of {format_bytes(self.budget)} cannot be met: reversing every update takes "
-                f"{format_bytes(self.need(0))} ({self.need(0)} bytes). Give at least that, or a smaller batch"
+                f"Auto: the budget of {format_bytes(self.budget)} cannot be met: reversing every update may take "
+                f"up to {format_bytes(self.need(0))} ({self.need(0)} bytes). Give at least that, or a smaller batch"
             )
 
     def explain(self) -> str:

@@ -116,7 +116,8 @@ def _check(
         gradients = _compared(own.gradients, kept.gradients)
         narrow = any(torch.finfo(leaf.dtype).bits < 32 for leaf in streams)
         problems += _wrong_buffers(own, kept, tolerance)
-        problems += _wrong_gradients(gradients, tolerance, ON_NARROW_STREAMS if narrow else ON_ROUNDING)
+        remedy = ON_NARROW_STREAMS if narrow else ON_ROUNDING
+        problems += _wrong_gradients(gradients, tolerance, "see problem 1" if problems else remedy)
     elif not any(_is_about(failure, problem) for problem in problems):
         problems.append(Problem("error", _where(failure), str(failure), "see what the message says"))
     return Report(gradients, drift, problems, tolerance)

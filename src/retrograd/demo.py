@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import math
 import os
-import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,7 +211,7 @@ def compare(
                     row.loss = step(model, optimizer, tokens)
                     seconds.append(time.perf_counter() - began)
                     advance(f"{row.loss:.2f} bits/byte")
-                row.seconds = statistics.median(seconds)
+                row.seconds = min(seconds)  # the least disturbed one
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise

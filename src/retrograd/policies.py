@@ -43,7 +43,9 @@ class Reverse(Policy):
         k = self.anchor_every
         if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
             raise ValueError(f"Reverse: anchor_every must be a positive number of updates or None, not {k!r}")
-        if self.watch is not None and (not isinstance(self.watch, (int, float)) or not self.watch > 0):
+        if self.watch is not None and (
+            isinstance(self.watch, bool) or not isinstance(self.watch, (int, float)) or not self.watch > 0
+        ):
             raise ValueError(f"Reverse: watch must be a positive relative error or None, not {self.watch!r}")
         if self.on_drift not in ("warn", "raise"):
             raise ValueError(f"Reverse: on_drift must be 'warn' or 'raise', not {self.on_drift!r}")

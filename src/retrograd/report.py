@@ -102,7 +102,7 @@ class Report:
         growth = self.growth()
         if any(row.error for row in growth):
             steps = ", ".join(f"{row.error:.0e} after {row.undone}" for row in growth)
-            lines += [*_wrapped(f"with depth: {steps} updates undone"), ""]
+            lines += [*_wrapped(f"with updates undone: {steps}"), ""]
         elif growth:
             lines += [f"with depth: exact to the bit after {growth[-1].undone} updates undone", ""]
         for number, problem in enumerate(self.problems, 1):

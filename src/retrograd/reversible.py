@@ -46,17 +46,25 @@ class Reversible(nn.Module):
     True
     """
 
-    policy: Policy
     compile_options: Mapping[
         str, Any
     ] = {}  # for torch.compile of each fn, when torch.compile(model) compiles the module
 
     def __init__(self, *, policy: Policy | None = None) -> None:
         super().__init__()
-        if policy is not None and not isinstance(policy, Policy):
-            raise TypeError(f"policy must be a Policy such as Reverse(), not {policy!r}")
         self.policy = Reverse() if policy is None else policy
         self.compiled: dict[int, tuple[Any, Any]] = {}  # see compiled.py
+
+    @property
+    def policy(self) -> Policy:
+        """What becomes of the tensors that the program saves. It may be changed at any time."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        if not isinstance(policy, Policy):
+            raise TypeError(f"policy must be a Policy such as Reverse(), not {policy!r}")
+        self._policy = policy
 
     updates: Callable[..., Iterable[Update]] = _undescribed  # like forward: a subclass chooses its keywords
 
@@ -80,7 +88,12 @@ class Reversible(nn.Module):
         """The policy of a call on these streams."""
         return self.policy
 
-    def forward(self, x: Any, **kwargs: Any) -> Any:
+    def forward(self, x: Any, *others: Any, **kwargs: Any) -> Any:
+        if others:
+            raise TypeError(
+                f"{type(self).__name__} takes one input, and what its networks need besides as keywords, such as "
+                f"mask=mask; {len(others)} more came without a keyword"
+            )
         return self.merge(self.run(self.split(x), **kwargs))
 
     def inverse(self, y: Any, **kwargs: Any) -> Any:
