@@ -118,7 +118,7 @@ class _Attention(nn.Module):
 
 
 def _new_cache() -> Any:
-    from transformers.models.reformer.modeling_reformer import ReformerDynamicCache
+    from transformers.models.reformer.modeling_reformer import ReformerDynamicCache  # pyright: ignore[reportMissingImports]
 
     return ReformerDynamicCache()
 
