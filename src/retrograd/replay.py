@@ -209,6 +209,8 @@ class Call:
                 f"{self.update.label(self.index)}: fn changes {changed} in place, and a replay would change it again; "
                 "return what is new, hold it in a buffer, or give this update policy=Keep()"
             )
+        if not before:
+            return out, True
         own = {id(module) for module in reached.own}
         replayable = [self._settle(module, buffers, id(module) in own) for module, buffers in before]
         return out, all(replayable)

@@ -38,6 +38,8 @@ Slot = tuple[torch.Size, torch.dtype, torch.device]
 Mark = tuple[int, int]
 """Which tensor a saved one is, or is a view of, and its version: the same tensor must have the same version (R7)."""
 
+_NOTHING = contextlib.nullcontext()
+
 
 class Saved:
     """What autograd saves while `fn` runs: as hooks, it puts slot numbers into the graph and the tensors here."""
@@ -56,14 +58,19 @@ class Saved:
         self.versions.append(tensor._version)
         return slot
 
-    def slots(self) -> list[Slot]:
-        return [(tensor.shape, tensor.dtype, tensor.device) for tensor in self.tensors]
-
-    def marks(self, sources: list[list[Tensor]]) -> list[Mark]:
-        """For each tensor, which one it is; streams are reconstructed, so theirs would say nothing."""
-        streams = {id(leaf if leaf._base is None else leaf._base) for leaves in sources for leaf in leaves}
-        bases = [tensor if tensor._base is None else tensor._base for tensor in self.tensors]
-        return [(0, 0) if (name := id(base)) in streams else (name, base._version) for base in bases]
+    def described(self, sources: list[list[Tensor]]) -> tuple[list[Slot], list[Mark]]:
+        """For each tensor its slot, and which one it is; streams are reconstructed, so theirs would say nothing."""
+        slots, marks, streams = [], [], set()
+        for leaves in sources:
+            for leaf in leaves:
+                streams.add(id(leaf if leaf._base is None else leaf._base))
+        for tensor in self.tensors:
+            slots.append((tensor.shape, tensor.dtype, tensor.device))
+            base = tensor._base
+            if base is None:
+                base = tensor
+            marks.append((0, 0) if (name := id(base)) in streams else (name, base._version))
+        return slots, marks
 
     def detach(self) -> None:
         """Let go of the graph. It holds the hooks, and so these tensors: together they would never die."""
@@ -79,14 +86,8 @@ class Saved:
             )
         return tensor
 
-    def take(self, slot: int) -> Tensor:
-        """A tensor, released here."""
-        try:
-            return self[slot]
-        finally:
-            self.drop(slot)
-
     def drop(self, slot: int) -> None:
+        """Release a tensor."""
         self.tensors[slot] = None
         self.left -= 1
 
@@ -120,7 +121,7 @@ class Entry:
                 parts, replayable = self.call.forward(lambda: self._called(sources, target, 0))
                 self.fn_slots = len(saved.tensors)
                 flat[update.target] = step.join(target, parts, alarms)
-            self.slots, self.marks = saved.slots(), saved.marks(sources)
+            self.slots, self.marks = saved.described(sources)
             if watch is not None:
                 watch.stop()
                 learned.took[key_of(update.fn)] = watch  # type: ignore[union-attr]
@@ -151,14 +152,14 @@ class Entry:
                     before = target if undone else step.unjoin(target, parts)
                 if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what
                     step.join(fresh(before, self.target_grads), parts)
-            self.verify(saved.slots(), saved.marks(sources))
+            self.verify(*saved.described(sources))
         finally:
             saved.detach()
         return saved, before
 
     def _called(self, sources: list[list[Tensor]], target: list[Tensor], context: int) -> list[list[Tensor]]:
         """`fn`, with the outputs of the operators that the policy saves stored (context 0) or taken from there (1)."""
-        with contextlib.nullcontext() if self.saving is None else self.saving[context]:
+        with _NOTHING if self.saving is None else self.saving[context]:
             return self.step.call(sources, target)
 
     def verify(self, slots: list[Slot], marks: list[Mark]) -> None:
@@ -291,10 +292,11 @@ class Reversal:
             if saved is None or saved.tensors[slot] is None:
                 saved = self._again(position)
             try:
-                return saved.take(slot)
+                return saved[slot]
             except RuntimeError as error:
                 raise RuntimeError(f"{self.entries[position]}: {error}") from None
             finally:
+                saved.drop(slot)
                 if not saved.left:
                     del self.captured[position]
 
@@ -302,7 +304,7 @@ class Reversal:
         """Reverse one update. `passing`: only to get to an earlier one, since nobody asked for what this one saved."""
         entry = self.entries[self.position - 1]
         sharded = entry.call.sharded() if passing else []
-        with _outside_transforms():
+        with _outside_transforms() if _inside_transforms() else _NOTHING:
             captured, before = entry.replay(self.streams)
         for module in sharded:
             module.reshard()  # FSDP2 expects no forward after a module's backward, and would leave it whole
@@ -372,6 +374,13 @@ def _hide_from_dynamo() -> None:
 
 def _at_end_of_pass(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _inside_transforms() -> bool:
+    """Whether `_outside_transforms` has something to leave."""
+    levels = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    return levels > 0 or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextlib.contextmanager

@@ -145,8 +145,11 @@ class Step:
         return self._joined(self.update.join.invert, target, parts)
 
     def _joined(self, join: Callable[..., Tensor], target: list[Tensor], parts: list[list[Tensor]]) -> list[Tensor]:
-        joined = (join(leaf, *out) for leaf, *out in zip(target, *parts, strict=True))
-        return [new if new.dtype == old.dtype else new.to(old.dtype) for new, old in zip(joined, target, strict=True)]
+        joined = []
+        for leaf, *out in zip(target, *parts, strict=True):
+            new = join(leaf, *out)
+            joined.append(new if new.dtype == leaf.dtype else new.to(leaf.dtype))
+        return joined
 
 
 def program(updates: Iterable[Update], names: Iterable[str]) -> list[Update]:
