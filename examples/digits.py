@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch.nn import functional
 import retrograd as rg
 from retrograd.models import AxialClassifier
 from retrograd.sizes import format_bytes
-from training import RESULTS, Progress, plot, record
+from training import Progress, add_result_arguments, drawn, plot, record
 
 POLICIES = {"reverse": rg.Reverse(), "keep": rg.Keep()}
 
@@ -68,11 +67,9 @@ def main() -> None:
     parser.add_argument("--split", type=int, default=0, help="which fifth is held out: the seed of the choice")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--policy", choices=POLICIES, default="reverse")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    parser.add_argument("--plot", type=Path, metavar="FILE.json", help="only draw a result that is there already")
+    add_result_arguments(parser)
     options = parser.parse_args()
-    if options.plot:
-        print(plot(options.plot) or "drawing needs matplotlib: pip install 'retrograd[cli]'")
+    if drawn(options.plot):
         return
 
     torch.manual_seed(0)

@@ -32,7 +32,7 @@ from torch.nn import functional
 import retrograd as rg
 from retrograd.models import LanguageModel
 from retrograd.sizes import format_bytes
-from training import RESULTS, Progress, plot, record
+from training import Progress, add_result_arguments, drawn, plot, record
 
 NOT_WRITTEN = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 POLICIES = {"reverse": rg.Reverse(), "keep": rg.Keep(), "auto": rg.Auto(budget=0.5)}
@@ -191,11 +191,9 @@ def main() -> None:
     parser.add_argument("--width", type=int)
     parser.add_argument("--minutes", type=float, help="of training; the learning rate follows the time")
     parser.add_argument("--steps", type=int, help="stop after so many, if the time is not over before")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    parser.add_argument("--plot", type=Path, metavar="FILE.json", help="only draw a result that is there already")
+    add_result_arguments(parser)
     options = parser.parse_args()
-    if options.plot:
-        print(plot(options.plot) or "drawing needs matplotlib: pip install 'retrograd[cli]'")
+    if drawn(options.plot):
         return
 
     chosen = {name: getattr(options, name) for name in ("depth", "width", "minutes", "steps")}

@@ -5,6 +5,7 @@ A result says what was run, where and on which commit, so that a figure in the d
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -86,6 +87,19 @@ def record(name: str, device: torch.device | str, settings: dict[str, Any], resu
     content = {"example": name, **where, "device": device_name(device), "settings": settings, "result": result}
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
+
+
+def add_result_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where results go; or only a plot of one: see `drawn`."""
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    parser.add_argument("--plot", type=Path, metavar="FILE.json", help="only draw a result that is there already")
+
+
+def drawn(path: Path | None) -> bool:
+    """Whether nothing but a plot was asked for; then it is drawn here."""
+    if path is not None:
+        print(plot(path) or "drawing needs matplotlib: pip install 'retrograd[cli]'")
+    return path is not None
 
 
 def plot(path: Path) -> Path | None:

@@ -11,7 +11,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .policies import Keep, Policy, Reverse
+from .ranks import distributed
 from .sizes import format_bytes, parse_bytes
 from .surroundings import Surroundings
 from .update import Update
@@ -101,29 +102,21 @@ class Learned:
         self.length = sum(update.policy is None for update in updates)
         self.kept = self.kept_bytes = 0
         policies: list[Policy] = []
-        for update in reversed(updates):
-            size = 0 if update.policy is not None else self.saved.get(key_of(update.fn))
+        keys = [None if update.policy is not None else key_of(update.fn) for update in updates]
+        for update, key in zip(reversed(updates), reversed(keys), strict=True):
+            size = 0 if update.policy is not None else self.saved.get(key)
             if size is None or self.need(self.kept_bytes + size) > self.budget:
                 break
             policies.append(Keep())
             self.kept, self.kept_bytes = self.kept + (update.policy is None), self.kept_bytes + size
-        replayed = updates[: len(updates) - len(policies)]
-        self.reversed = [key_of(update.fn) for update in replayed if update.policy is None]
+        self.reversed = [key for key in keys[: len(updates) - len(policies)] if key is not None]
         return [Reverse()] * (len(updates) - len(policies)) + policies
 
-    def knows(self, fn: Callable[..., Any]) -> bool:
-        """Whether it is known what this fn saves."""
-        return key_of(fn) in self.saved
-
-    def wants_time(self, fn: Callable[..., Any]) -> bool:
-        """Whether this call of a fn should be timed: its second, since a first one warms up."""
-        return (key := key_of(fn)) in self.saved and key not in self.took
-
-    def learn(self, fn: Callable[..., Any], saved: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
+    def learn(self, key: Any, saved: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
         """Note what a fn saves, less what is there anyway (weights, keywords)."""
         there = {tensor.untyped_storage()._cdata for tensor in outside}
         storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in saved)}
-        self.saved[key_of(fn)] = sum(size for storage, size in storages.items() if storage not in there)
+        self.saved[key] = sum(size for storage, size in storages.items() if storage not in there)
 
     def need(self, kept: int) -> int:
         """The most bytes that a step holds if so many are kept.
@@ -172,7 +165,7 @@ def _budget(policy: Auto, device: torch.device) -> int:
     if isinstance(policy.budget, int):
         return policy.budget
     assert isinstance(policy.budget, float)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if distributed():
         raise ValueError("Auto: in a distributed run give the budget in bytes; ranks may have other amounts free")
     if device.type == "cuda":
         pooled = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

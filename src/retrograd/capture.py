@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .surroundings import restore, state
+
 if TYPE_CHECKING:
     from .alarms import RangeAlarms
 
@@ -63,12 +65,9 @@ class Capture:
 
     def place(self) -> None:
         """Before a launch: put each twin where the forward of its call will begin to draw."""
-        generator = self.rehearsal.generator
-        seed, start = generator.initial_seed(), generator.get_offset()
+        seed, start = state(self.rehearsal.generator)
         for call, twin in self.twins.items():
-            if twin.initial_seed() != seed:
-                twin.manual_seed(seed)
-            twin.set_offset(start + self.rehearsal.offsets[call])  # type: ignore[operator]
+            restore(twin, (seed, start + self.rehearsal.offsets[call]))
 
 
 _current: Rehearsal | Capture | None = None  # for all threads: a backward runs in one of its own

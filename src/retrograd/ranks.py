@@ -38,11 +38,11 @@ class Drawn:
     """Sees whether describing a program draws random numbers; if so, compares it with those of the other ranks."""
 
     def __init__(self) -> None:
-        self.before = state(torch.default_generator) if distributed() else None
+        self.before = state(torch.default_generator)
 
     def compare(self, updates: Sequence[Update], module: nn.Module) -> None:
         """Raise on every rank if some run other updates than the rest, by the names of their `fn`s."""
-        if self.before is None or same(state(torch.default_generator), self.before):
+        if same(state(torch.default_generator), self.before):
             return
         names = {id(inner): name for name, inner in module.named_modules()}
         text = " ".join(f"{update.target}:{names.get(id(update.fn), update.name)}" for update in updates)

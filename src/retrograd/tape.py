@@ -115,7 +115,10 @@ class Entry:
         self.source_grads = [[leaf.requires_grad for leaf in leaves] for leaves in sources]
         self.target_grads = [leaf.requires_grad for leaf in target]
         saved = self.live = Saved()
-        watch = Stopwatch(learned.device) if learned is not None and learned.wants_time(update.fn) else None
+        key = None if learned is None else key_of(update.fn)
+        watch = None
+        if learned is not None and key in learned.saved and key not in learned.took:
+            watch = Stopwatch(learned.device)  # its second call: a first one warms up
         try:
             with saved_tensors_hooks(saved.pack, unpack):
                 parts, replayable = self.call.forward(lambda: self._called(sources, target, 0))
@@ -124,9 +127,9 @@ class Entry:
             self.slots, self.marks = saved.described(sources)
             if watch is not None:
                 watch.stop()
-                learned.took[key_of(update.fn)] = watch  # type: ignore[union-attr]
-            elif learned is not None and not learned.knows(update.fn):
-                learned.learn(update.fn, saved.tensors, self.call.outside())
+                learned.took[key] = watch  # type: ignore[union-attr]
+            elif learned is not None and key not in learned.saved:
+                learned.learn(key, saved.tensors, self.call.outside())
             if not replayable:
                 saved.detach()
                 self.kept = saved, [[leaf.detach() for leaf in part] for part in parts]
