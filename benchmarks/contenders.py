@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -193,6 +194,22 @@ def offload(blocks: Blocks, x: Tensor) -> Network:
 def auto(blocks: Blocks, x: Tensor) -> Network:
     of_checkpointing = max(2 * len(blocks) + 12, 28) * x.nbytes  # two streams a block, and what one needs
     return rg.ReversibleSequence(blocks, policy=made("Auto", budget=of_checkpointing))
+
+
+@contender("auto-all", "retrograd Auto(more than it needs)")
+def auto_all(blocks: Blocks, x: Tensor) -> Network:
+    return rg.ReversibleSequence(blocks, policy=made("Auto", budget="1TiB"))
+
+
+@contender("auto-least", "retrograd Auto(the least it accepts)")
+def auto_least(blocks: Blocks, x: Tensor) -> Network:
+    try:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            rg.ReversibleSequence(blocks, policy=made("Auto", budget=1))(x)
+    except RuntimeError as error:  # which says how much it needs
+        (least,) = re.findall(r"\((\d+) bytes\)", str(error))
+        return rg.ReversibleSequence(blocks, policy=made("Auto", budget=int(least)))
+    raise AssertionError("a budget of one byte was accepted")
 
 
 @contender("exact-keep", "retrograd ExactAdd(), Keep()", gradients_of="exact-keep")

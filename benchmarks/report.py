@@ -12,6 +12,8 @@ Run = dict[str, Any]
 MIB = 2**20
 SHORT = {  # names in a plot, where the contender's own is no word
     "auto": "Auto",
+    "auto-all": "Auto, all",
+    "auto-least": "Auto, least",
     "compile": "compiled",
     "exact": "ExactAdd",
     "keep": "Keep",

@@ -93,6 +93,32 @@ def test_the_kernel_gives_the_bits_of_the_plain_operators(out, shape, gain):
     assert flag
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("size", [2**22 - 1, 2**22, 2**22 + 5])
+def test_a_difference_has_the_bits_of_the_plain_operator(dtype, size):
+    target, out = torch.randn(size, device="cuda"), torch.randn(size, device="cuda").to(dtype)
+    with torch.no_grad():
+        seen = rg.Add().invert(target, out)
+    assert torch.equal(seen, target - out)
+    assert rg.Add().invert(target.requires_grad_(), out).requires_grad  # where it must be differentiable, it is
+
+
+@pytest.mark.parametrize("join", [rg.Add(), rg.ExactAdd()])
+def test_transforms_and_fake_tensors_do_not_meet_the_kernels(join):
+    net = rg.ReversibleSequence([(nn.Linear(8, 8), nn.Tanh())], join=join).cuda()
+    weights = dict(net.named_parameters())
+
+    def loss(weights, x):
+        return torch.func.functional_call(net, weights, (x,)).square().sum()
+
+    x = torch.randn(3, 8, device="cuda")
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
+    whole = torch.func.grad(loss)(weights, x)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(each[name].sum(0), gradient)
+    assert rg.plan(lambda: rg.ReversibleSequence([(nn.Linear(8, 8), nn.Tanh())], join=join), x).rows
+
+
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("depth", [8, 96])

@@ -281,7 +281,7 @@ def test_a_replay_sees_what_the_forward_saw_and_leaves_no_trace() -> None:
         return draw, count, module.training, frozen.requires_grad, module[0].bias
 
     forward = call(module, generator=generator)
-    then, replayable = forward.forward(look)
+    then, replayable = forward.forward(look, [])
     assert replayable
     module.eval()
     frozen.requires_grad_(True)
@@ -300,17 +300,17 @@ def test_a_replay_sees_what_the_forward_saw_and_leaves_no_trace() -> None:
 
 def test_generators_that_stand_still_are_not_recorded() -> None:
     still = call(lambda b: b, generator=torch.Generator())
-    still.forward(lambda: None)
+    still.forward(lambda: None, [])
     assert still.random == []
     moving = call(lambda b: b, generator=NOISE)
-    moving.forward(lambda: torch.rand(1, generator=NOISE))
+    moving.forward(lambda: torch.rand(1, generator=NOISE), [])
     assert [generator for generator, _, _ in moving.random] == [NOISE]
 
 
 def test_a_replay_that_draws_otherwise() -> None:
     draws = iter([1, 2])
     noted = call(lambda b: b)
-    noted.forward(lambda: torch.rand(next(draws)))
+    noted.forward(lambda: torch.rand(next(draws)), [])
     state = torch.get_rng_state()
     message = r"update 2 \(target 'a', fn <lambda>\) draws other random numbers in its replay .*policy=Keep\(\)"
     with pytest.raises(RuntimeError, match=message):
@@ -329,7 +329,7 @@ def test_a_replay_that_draws_otherwise() -> None:
 def test_what_changed_is_named(which: str, named: str) -> None:
     module, context = nn.BatchNorm1d(2).eval(), torch.ones(5)
     noted = call(module, other=None, context={"deep": context})
-    noted.forward(lambda: None)
+    noted.forward(lambda: None, [])
     with torch.no_grad():
         (context if which == "keyword" else getattr(module, which)).add_(1)
     with pytest.raises(RuntimeError) as caught:
@@ -341,13 +341,13 @@ def test_a_captured_tensor_that_the_fn_itself_changes() -> None:
     counter = torch.zeros(1)
     message = r"update 2 .*: fn changes a captured tensor of shape \(1,\) in place, and a replay would change it again"
     with pytest.raises(RuntimeError, match=message):
-        call(lambda b: counter).forward(lambda: counter.add_(1))
+        call(lambda b: counter).forward(lambda: counter.add_(1), [])
 
 
 def test_what_changed_is_named_beside_an_array() -> None:
     context = torch.ones(5)
     noted = call(torch.sin, array=pytest.importorskip("numpy").ones(3), context=context)
-    noted.forward(lambda: None)
+    noted.forward(lambda: None, [])
     context.add_(1)
     with pytest.raises(RuntimeError, match="its keyword 'context'"):
         noted.replay(lambda: None)
@@ -359,7 +359,7 @@ def test_the_traceback_names_the_update_and_the_pass() -> None:
 
     noted = call(torch.sin)
     with pytest.raises(ArithmeticError) as forward:
-        noted.forward(fail)
+        noted.forward(fail, [])
     with pytest.raises(ArithmeticError) as replayed:
         noted.replay(fail)
     assert forward.value.__notes__ == ["retrograd: in update 2 (target 'a', fn sin), forward"]

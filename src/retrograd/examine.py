@@ -134,7 +134,7 @@ class Examination:
         try:
             with _collecting(saved):
                 parts, examined.replayable = self.program.surroundings.run(
-                    lambda: call.forward(lambda: step.call(sources, examined.before))
+                    lambda: call.forward(lambda: step.call(sources, examined.before), [])
                 )
                 after = step.join(fresh(examined.before, needs[update.target]), parts)
         except Exception:

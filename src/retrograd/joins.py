@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .rounding import rounded_add
+from .rounding import difference, rounded_add
 
 
 class Join(ABC):
@@ -88,7 +88,7 @@ class Add(Join):
         return target + out[0]
 
     def invert(self, target: Tensor, *out: Tensor) -> Tensor:
-        return target - out[0]
+        return difference(target, out[0])
 
     def scaled(self, gain: float) -> Join:
         return Scale(1.0, gain)

@@ -29,7 +29,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
-from . import alarms, rounding
+from . import alarms
 from .auto import Auto
 from .engine import run
 from .ledger import Ledger
@@ -279,7 +279,6 @@ def _fakes(mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
         (nn.Module, "_apply", apply),
         (alarms.RangeAlarms, "check", lambda self, *, wait: None),
         (alarms.DriftWatch, "compare", lambda self, leaves, turn: None),
-        (rounding, "_kernel", lambda: None),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
     try:

@@ -45,7 +45,7 @@ class Reached:
             self.look(module.__dict__["forward"], 3)
         if module._forward_hooks or module._forward_pre_hooks:
             self.look([*module._forward_hooks.values(), *module._forward_pre_hooks.values()], 3)
-        if not type(module).__module__.startswith("torch.nn.modules."):  # those keep all they have in the registries
+        if not _of_torch(type(module)):
             for name, value in module.__dict__.items():
                 kind = type(value)
                 if kind is torch.Generator:
@@ -83,6 +83,12 @@ class Reached:
         else:
             for inner in _held_by(value):
                 self.look(inner, depth - 1)
+
+
+@functools.lru_cache(1024)
+def _of_torch(kind: type[nn.Module]) -> bool:
+    """Modules that keep all they have in the registries."""
+    return kind.__module__.startswith("torch.nn.modules.")
 
 
 def reach(fn: Any, kwargs: Mapping[str, Any]) -> Reached:

@@ -181,11 +181,15 @@ class Call:
         self.read: list[Tensor] = []  # what must not change until the replay (R7),
         self.versions: list[int | None] = []  # and at which version it was
 
-    def forward(self, function: Callable[[], T]) -> tuple[T, bool]:
-        """Run `fn` for the first time and note what it depends on; also whether it can be replayed."""
+    def forward(self, function: Callable[[], T], states: list[Any]) -> tuple[T, bool]:
+        """Run `fn` for the first time and note what it depends on; also whether it can be replayed.
+
+        `states` are those of the surroundings' generators if they are known, and are known afterwards.
+        """
         reached = reach(self.update.fn, self.update.kwargs)
         if any(isinstance(module, LazyModuleMixin) for module in reached.modules):
-            return running(self.index, self.update, function, None), False  # its weights are not there yet
+            states.clear()  # its weights are not there yet, and will be drawn
+            return running(self.index, self.update, function, None), False
         self.modes = [(module, module.training) for module in reached.modules]
         self.held = [
             (where, name, tensor)
@@ -202,7 +206,7 @@ class Call:
         self.versions = versions(self.read)
         before = [(module, _snapshot(module)) for module in reached.modules if module._buffers]
 
-        out = self._first(function, reached.generators)
+        out = self._first(function, reached.generators, states)
 
         if (changed := self._changed()) is not None:
             raise RuntimeError(
@@ -215,16 +219,18 @@ class Call:
         replayable = [self._settle(module, buffers, id(module) in own) for module, buffers in before]
         return out, all(replayable)
 
-    def _first(self, function: Callable[[], T], own: list[torch.Generator]) -> T:
+    def _first(self, function: Callable[[], T], own: list[torch.Generator], states: list[Any]) -> T:
         """Run `fn` and note which generators it moves: the default ones, or those that it holds (R4)."""
         recording, generators = current(), self.surroundings.generators + own
         if isinstance(recording, Capture):
             out = running(self.index, self.update, function, self.remembered, generators)
             self.twin = recording.twin()
             return out
-        states = [state(generator) for generator in generators]
+        before = (states or self.surroundings.states()) + [state(generator) for generator in own]
         out = running(self.index, self.update, function, self.remembered, generators)
-        changes = zip(generators, states, [state(generator) for generator in generators], strict=True)
+        states[:] = self.surroundings.states()
+        after = states + [state(generator) for generator in own]
+        changes = zip(generators, before, after, strict=True)
         self.random = [(g, then, digest(now)) for g, then, now in changes if not same(then, now)]
         if isinstance(recording, Rehearsal):
             recording.note(self.update.label(self.index), [(generator, then) for generator, then, _ in self.random])

@@ -1,8 +1,8 @@
 """`target + grid * round(out * gain / grid)`, in one pass over memory, with the gradient of `target + out * gain`.
 
-The arithmetic behind `ExactAdd`. On CUDA a Triton kernel does it at once; elsewhere, or where the tensors are not
-contiguous, plain operators give the same bits: the product with a power of two is exact, so only the rounding and the
-sum can differ, and both are correctly rounded everywhere.
+The arithmetic behind `ExactAdd`, and the difference behind `Add`. On CUDA a Triton kernel does it at once; elsewhere,
+or where the tensors are not contiguous, plain operators give the same bits: the product with a power of two is exact,
+so only the rounding and the sum can differ, and both are correctly rounded everywhere.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ class RoundedAdd(torch.autograd.Function):
 
     @staticmethod
     def forward(target: Tensor, out: Tensor, grid: float, gain: float, flag: Tensor | None, limit: float) -> Tensor:
-        if target.is_cuda and target.dtype == torch.float32 and target.is_contiguous() and out.is_contiguous():
-            kernel = _kernel()
-            if kernel is not None and out.device == target.device:
-                return kernel(target, out, grid, gain, flag, limit)
+        if _fused(target, out):
+            return _kernels().rounded_add(target, out, grid, gain, flag, limit)
         steps = (out.to(target.dtype) * (gain / grid)).round_()
         new = torch.add(target, steps, alpha=grid)
         if flag is not None and new.numel():
@@ -52,11 +50,33 @@ class RoundedAdd(torch.autograd.Function):
         return target + out.to(target.dtype) * ctx.gain
 
 
+def difference(target: Tensor, out: Tensor) -> Tensor:
+    """`target - out`, differentiable. Torch takes half as long again where the dtypes differ, as under autocast, so
+    outside autograd large tensors go through a kernel that does not; smaller ones would wait for its launch."""
+    low = out.dtype in (torch.bfloat16, torch.float16)
+    if low and target.numel() >= 2**22 and not torch.is_grad_enabled() and _fused(target, out):
+        return _kernels().difference(target, out)
+    return target - out
+
+
+def _fused(target: Tensor, out: Tensor) -> bool:
+    """Whether the kernels can be used: plain float32 tensors on a CUDA device, with Triton installed."""
+    return (
+        target.is_cuda
+        and target.dtype == torch.float32
+        and out.device == target.device
+        and target.is_contiguous()
+        and out.is_contiguous()
+        and type(target) is type(out) is Tensor  # not fake ones
+        and _kernels() is not None
+    )
+
+
 @functools.cache
-def _kernel() -> Any:
-    """The Triton kernel; None where there is no Triton."""
+def _kernels() -> Any:
+    """The module of the kernels; None where there is no Triton."""
     try:
-        from .kernels import rounded_add
+        from . import kernels
     except ImportError:
         return None
-    return rounded_add
+    return kernels

@@ -6,6 +6,7 @@ pytree, which has no public name yet (tests/test_streams.py fails when it moves)
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -61,10 +62,13 @@ def version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+_version: Callable[[Tensor], int] = operator.attrgetter("_version")
+
+
 def versions(tensors: list[Tensor]) -> list[int | None]:
     """The version counters of many tensors."""
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_version, tensors))
     except RuntimeError:  # inference tensors among them
         return [version(tensor) for tensor in tensors]
 

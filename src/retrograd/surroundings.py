@@ -26,6 +26,10 @@ class Surroundings:
         self.attention = _attention()
         self.generators = default_generators(devices)
 
+    def states(self) -> list[Any]:
+        """Where the generators are."""
+        return [state(generator) for generator in self.generators]
+
     def run(self, function: Callable[[], T]) -> T:
         """Call `function` in these surroundings, whatever surrounds this call; autocast's weight cache is off (R5)."""
         autocast, attention, cache = _autocast(self.kinds), _attention(), torch.is_autocast_cache_enabled()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .alarms import DriftWatch, RangeAlarms, settle_drifts
 from .auto import Learned, Stopwatch, key_of
+from .joins import Add, Affine, ExactAdd, Scale
 from .policies import Reverse
 from .replay import Call
 from .streams import version
@@ -35,8 +37,9 @@ Flat = dict[str, list[Tensor]]
 Slot = tuple[torch.Size, torch.dtype, torch.device]
 """What forward and replay must agree on for each saved tensor (R7)."""
 
-Mark = tuple[int, int]
-"""Which tensor a saved one is, or is a view of, and its version: the same tensor must have the same version (R7)."""
+_slot: Callable[[Tensor], Slot] = operator.attrgetter("shape", "dtype", "device")
+
+JOINS = (Add, Affine, ExactAdd, Scale)
 
 _NOTHING = contextlib.nullcontext()
 
@@ -58,23 +61,13 @@ class Saved:
         self.versions.append(tensor._version)
         return slot
 
-    def described(self, sources: list[list[Tensor]]) -> tuple[list[Slot], list[Mark]]:
-        """For each tensor its slot, and which one it is; streams are reconstructed, so theirs would say nothing."""
-        slots, marks, streams = [], [], set()
-        for leaves in sources:
-            for leaf in leaves:
-                streams.add(id(leaf if leaf._base is None else leaf._base))
-        for tensor in self.tensors:
-            slots.append((tensor.shape, tensor.dtype, tensor.device))
-            base = tensor._base
-            if base is None:
-                base = tensor
-            marks.append((0, 0) if (name := id(base)) in streams else (name, base._version))
-        return slots, marks
-
-    def detach(self) -> None:
-        """Let go of the graph. It holds the hooks, and so these tensors: together they would never die."""
-        self.tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in self.tensors]
+    def moved(self) -> Saved:
+        """The same in another object, and nothing here. The hooks hold this one, the graph holds the hooks, and the
+        tensors hold the graph: together they would never die."""
+        other = Saved()
+        other.tensors, other.versions, other.left = self.tensors, self.versions, self.left
+        self.tensors = []
+        return other
 
     def __getitem__(self, slot: int) -> Tensor:
         """A tensor, if nobody has changed it in place since it was saved: what autograd demands."""
@@ -95,7 +88,20 @@ class Saved:
 class Entry:
     """A step on a tape: what its replay needs, and what its replay must save."""
 
-    __slots__ = ("step", "call", "source_grads", "target_grads", "slots", "marks", "fn_slots", "saving", "live", "kept")
+    __slots__ = (
+        "step",
+        "call",
+        "source_grads",
+        "target_grads",
+        "slots",
+        "fn_slots",
+        "versions",
+        "bases",
+        "streams",
+        "saving",
+        "live",
+        "kept",
+    )
 
     def __init__(self, step: Step, policy: Reverse, surroundings: Surroundings) -> None:
         self.step = step
@@ -107,7 +113,12 @@ class Entry:
         )
 
     def run(
-        self, flat: Flat, unpack: Callable[[int], Tensor], alarms: RangeAlarms | None, learned: Learned | None
+        self,
+        flat: Flat,
+        unpack: Callable[[int], Tensor],
+        states: list[Any],
+        alarms: RangeAlarms | None,
+        learned: Learned | None,
     ) -> None:
         """The update, inside hooks that store slot numbers in place of tensors."""
         step, update = self.step, self.step.update
@@ -121,17 +132,18 @@ class Entry:
             watch = Stopwatch(learned.device)  # its second call: a first one warms up
         try:
             with saved_tensors_hooks(saved.pack, unpack):
-                parts, replayable = self.call.forward(lambda: self._called(sources, target, 0))
-                self.fn_slots = len(saved.tensors)
+                parts, replayable = self.call.forward(lambda: self._called(sources, target, 0), states)
+                self.fn_slots = saved.left
                 flat[update.target] = step.join(target, parts, alarms)
-            self.slots, self.marks = saved.described(sources)
+            self.slots, self.versions = list(map(_slot, saved.tensors)), saved.versions
+            self.bases, self.streams = _bases(saved.tensors), _bases(leaf for leaves in sources for leaf in leaves)
             if watch is not None:
                 watch.stop()
                 learned.took[key] = watch  # type: ignore[union-attr]
             elif learned is not None and key not in learned.saved:
                 learned.learn(key, saved.tensors, self.call.outside())
             if not replayable:
-                saved.detach()
+                saved.tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in saved.tensors]
                 self.kept = saved, [[leaf.detach() for leaf in part] for part in parts]
         finally:
             self.live = None
@@ -155,9 +167,9 @@ class Entry:
                     before = target if undone else step.unjoin(target, parts)
                 if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what
                     step.join(fresh(before, self.target_grads), parts)
-            self.verify(*saved.described(sources))
+            self.verify(saved)
         finally:
-            saved.detach()
+            saved = saved.moved()
         return saved, before
 
     def _called(self, sources: list[list[Tensor]], target: list[Tensor], context: int) -> list[list[Tensor]]:
@@ -165,14 +177,12 @@ class Entry:
         with _NOTHING if self.saving is None else self.saving[context]:
             return self.step.call(sources, target)
 
-    def verify(self, slots: list[Slot], marks: list[Mark]) -> None:
+    def verify(self, saved: Saved) -> None:
         """R7: the replay saved what the forward saved, and what is still the same tensor has not changed."""
+        slots = list(map(_slot, saved.tensors))
         if slots == self.slots:
-            for now, then in zip(marks, self.marks, strict=True):
-                if now != then and now[0] == then[0]:
-                    raise RuntimeError(
-                        f"{self}: a tensor that fn reads was changed in place between forward and backward"
-                    )
+            if saved.versions != self.versions:
+                self._verify_versions(saved)
             return
         differing = [
             f"saved tensor {i} was {tuple(a[0])} {a[1]} on {a[2]}, now {tuple(b[0])} {b[1]} on {b[2]}"
@@ -186,8 +196,19 @@ class Entry:
             "state outside parameters and buffers, or give this update policy=Keep()"
         )
 
+    def _verify_versions(self, saved: Saved) -> None:
+        changes = zip(self.versions, saved.versions, self.bases, _bases(saved.tensors), strict=True)
+        for version_then, version_now, then, now in changes:
+            if version_then != version_now and then == now and then not in self.streams:  # those are reconstructed
+                raise RuntimeError(f"{self}: a tensor that fn reads was changed in place between forward and backward")
+
     def __str__(self) -> str:
         return self.step.update.label(self.step.index)
+
+
+def _bases(tensors: Iterable[Tensor]) -> list[int]:
+    """For each tensor which one it is, or is a view of: they have one version."""
+    return [id(tensor if (base := tensor._base) is None else base) for tensor in tensors]
 
 
 def fresh(leaves: list[Tensor], needs: list[bool]) -> list[Tensor]:
@@ -220,8 +241,11 @@ class Tape:
         """The forward: every update inside hooks, then the exit."""
         if self.policy.watch is not None:
             self.watch = DriftWatch(self.policy, [leaf for name in self.names for leaf in flat[name]])
+        states: list[Any] = []  # of the generators, handed from update to update
         for position, entry in enumerate(self.entries):
-            entry.run(flat, functools.partial(self.serve, position), self.alarms, self.learned)
+            entry.run(flat, functools.partial(self.serve, position), states, self.alarms, self.learned)
+            if type(entry.step.update.join) not in JOINS:
+                states.clear()  # a join of one's own may draw random numbers
         self.sizes = [len(flat[name]) for name in self.names]
         leaves = [leaf for name in self.names for leaf in flat[name]]
         if any(leaf.requires_grad for leaf in leaves):
@@ -295,13 +319,13 @@ class Reversal:
             if saved is None or saved.tensors[slot] is None:
                 saved = self._again(position)
             try:
-                return saved[slot]
+                tensor = saved[slot]
             except RuntimeError as error:
                 raise RuntimeError(f"{self.entries[position]}: {error}") from None
-            finally:
-                saved.drop(slot)
-                if not saved.left:
-                    del self.captured[position]
+            saved.drop(slot)
+            if not saved.left:
+                del self.captured[position]
+            return tensor
 
     def _step_back(self, *, passing: bool) -> None:
         """Reverse one update. `passing`: only to get to an earlier one, since nobody asked for what this one saved."""

@@ -6,6 +6,7 @@ engine's business.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -100,7 +101,7 @@ class Update:
                         f"{self.label(index)}: fn returned shape {tuple(leaf.shape)} for a target of shape "
                         f"{tuple(into.shape)}; they must be equal (expand the output if it is meant to broadcast)"
                     )
-                if leaf.dtype != into.dtype and not torch.can_cast(leaf.dtype, into.dtype):
+                if leaf.dtype != into.dtype and not _can_cast(leaf.dtype, into.dtype):
                     raise ValueError(
                         f"{self.label(index)}: fn returned {leaf.dtype} for a target of {into.dtype}, which cannot "
                         "hold it; cast the output in fn"
@@ -162,6 +163,9 @@ def program(updates: Iterable[Update], names: Iterable[str]) -> list[Update]:
             if name not in known:
                 raise ValueError(f"{update.label(index)}: there is no stream {name!r}; the streams are {sorted(known)}")
     return listed
+
+
+_can_cast = functools.cache(torch.can_cast)
 
 
 def _shown(out: Any) -> str:
