@@ -266,7 +266,9 @@ def test_generators_in_a_list_of_a_module() -> None:
 
 
 def call(fn: Any, **kwargs: Any) -> Call:
-    return Call(2, rg.Update("a", fn, "b", kwargs=kwargs), Surroundings([]))
+    made = Call(2, rg.Update("a", fn, "b", kwargs=kwargs), Surroundings([]))
+    made.look()
+    return made
 
 
 def test_a_replay_sees_what_the_forward_saw_and_leaves_no_trace() -> None:

@@ -1,5 +1,8 @@
 """The private names of torch that the tape stands on, and the corners of one backward pass."""
 
+import weakref
+
+import pytest
 import torch
 from torch import nn
 
@@ -78,3 +81,62 @@ def test_dynamo_leaves_the_hooks_alone(caplog):
         out = rg.run([rg.Update("a", compiled, "b")], {"a": torch.zeros(2, 4), "b": torch.ones(2, 4)})
         out["a"].sum().backward()
     assert "recompile_limit" not in caplog.text
+
+
+class Force(nn.Module):
+    """Differentiates inside where it is told to, as a potential does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.inside = nn.Parameter(torch.randn(4, dtype=torch.float64)), True
+
+    def forward(self, b: torch.Tensor) -> torch.Tensor:
+        energy = (b * self.weight).sin().square().sum()
+        if not self.inside:
+            return b * energy
+        with torch.enable_grad():
+            return torch.autograd.grad(energy, b, create_graph=True)[0]
+
+
+def force_gradients(force: Force, policy: rg.Policy) -> list[torch.Tensor]:
+    x = torch.linspace(0, 1, 4, dtype=torch.float64).requires_grad_()
+    out = rg.run([rg.Update("a", force, "b"), rg.Update("b", force, "a")], {"a": x, "b": x + 1}, policy=policy)
+    return list(torch.autograd.grad(out["a"].sum() + out["b"].square().sum(), [x, force.weight]))
+
+
+def test_a_fn_may_differentiate_inside() -> None:
+    force = Force()
+    for _ in range(3):
+        torch.testing.assert_close(force_gradients(force, rg.Reverse()), force_gradients(force, rg.Keep()))
+
+
+def test_a_fn_that_begins_to_differentiate_inside_is_refused_once() -> None:
+    force = Force()
+    force.inside = False
+    force_gradients(force, rg.Reverse())
+    force.inside = True
+    with pytest.raises(RuntimeError, match="differentiates inside, which it did not in its last call"):
+        force_gradients(force, rg.Reverse())
+    torch.testing.assert_close(force_gradients(force, rg.Reverse()), force_gradients(force, rg.Keep()))
+
+
+def test_a_forward_holds_nothing_that_fn_has_let_go() -> None:
+    """From the second call on: in the first, nobody knows yet whether fn will ask for it."""
+    gone: list[bool] = []
+
+    class Watched(nn.Module):
+        def forward(self, b: torch.Tensor) -> torch.Tensor:
+            middle = b.exp()  # saved by autograd
+            out, seen = middle.sin(), weakref.ref(middle)
+            del middle
+            gone.append(seen() is None)
+            return out
+
+    fn, x = Watched(), torch.randn(3, requires_grad=True)
+    for _ in range(2):
+        rg.run([rg.Update("a", fn, "b")], {"a": x, "b": x})["a"].sum().backward()
+    forward, replay, forward_again, replay_again = gone
+    assert not forward
+    assert forward_again
+    assert not replay
+    assert not replay_again

@@ -44,7 +44,7 @@ from .policies import Keep, Offload, Policy, Reverse
 from .reach import reach
 from .replay import running
 from .streams import Stream, Structure, flatten, leaves_of, unflatten
-from .surroundings import Surroundings, default_generators, no_random_numbers
+from .surroundings import Surroundings, default_generators, no_random_numbers, transformed
 from .tape import Flat, Tape
 from .update import Step, Update, program
 
@@ -199,11 +199,7 @@ def _keep(steps: list[Step], flat: Flat, alarms: RangeAlarms | None, shelf: Shel
         flat[step.update.target] = update() if shelf is None else shelf.run(step.update.label(step.index), update)
 
 
-# Torch has no public names for these. tests/test_engine.py fails when one of them changes.
+# Torch has no public name for this. tests/test_engine.py fails when it changes.
 def _hooks_forbidden() -> bool:
-    """Inside a torch.func transform, under forward-mode AD, or where someone has disabled saved-tensor hooks (R11)."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
-        or torch.autograd.forward_ad._current_level >= 0
-        or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # pyright: ignore[reportAttributeAccessIssue]
-    )
+    """Inside a transform, or where someone has disabled saved-tensor hooks (R11)."""
+    return transformed() or not torch._C._autograd._saved_tensors_hooks_is_enabled()  # pyright: ignore[reportAttributeAccessIssue]

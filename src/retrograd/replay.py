@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .capture import Capture, Rehearsal, current
-from .reach import reach
+from .reach import Reached, reach
 from .streams import leaves_of, version, versions
 from .surroundings import Surroundings, default_generators, digest, restore, same, state
 from .update import Update
@@ -166,6 +166,8 @@ class Call:
         "grads",
         "read",
         "versions",
+        "reached",
+        "before",
     )
 
     def __init__(self, index: int, update: Update, surroundings: Surroundings) -> None:
@@ -180,16 +182,14 @@ class Call:
         self.grads: list[tuple[Tensor, bool]] = []  # which of the tensors that fn reads need gradients
         self.read: list[Tensor] = []  # what must not change until the replay (R7),
         self.versions: list[int | None] = []  # and at which version it was
+        self.reached: Reached | None = None  # what fn can be seen to use, and the buffers before its run: both until
+        self.before: list[tuple[nn.Module, dict[str, Any]]] = []  # the forward is over
 
-    def forward(self, function: Callable[[], T], states: list[Any]) -> tuple[T, bool]:
-        """Run `fn` for the first time and note what it depends on; also whether it can be replayed.
-
-        `states` are those of the surroundings' generators if they are known, and are known afterwards.
-        """
-        reached = reach(self.update.fn, self.update.kwargs)
+    def look(self) -> bool:
+        """Note what `fn` depends on, before its first run; also whether it surely can be replayed after that."""
+        self.reached = reached = reach(self.update.fn, self.update.kwargs)
         if any(isinstance(module, LazyModuleMixin) for module in reached.modules):
-            states.clear()  # its weights are not there yet, and will be drawn
-            return running(self.index, self.update, function, None), False
+            return False
         self.modes = [(module, module.training) for module in reached.modules]
         self.held = [
             (where, name, tensor)
@@ -204,10 +204,20 @@ class Call:
             parameters = [p for m in reached.own for p in m._parameters.values() if p is not None]
         self.read = reached.tensors + parameters
         self.versions = versions(self.read)
-        before = [(module, _snapshot(module)) for module in reached.modules if module._buffers]
+        self.before = [(module, _snapshot(module)) for module in reached.modules if module._buffers]
+        return not self.before
 
+    def forward(self, function: Callable[[], T], states: list[Any]) -> tuple[T, bool]:
+        """Run `fn` for the first time; also whether it can be replayed.
+
+        `states` are those of the surroundings' generators if they are known, and are known afterwards.
+        """
+        assert self.reached is not None, "look comes first"
+        reached, before, self.reached, self.before = self.reached, self.before, None, []
+        if any(isinstance(module, LazyModuleMixin) for module in reached.modules):
+            states.clear()  # its weights are not there yet, and will be drawn
+            return running(self.index, self.update, function, None), False
         out = self._first(function, reached.generators, states)
-
         if (changed := self._changed()) is not None:
             raise RuntimeError(
                 f"{self.update.label(self.index)}: fn changes {changed} in place, and a replay would change it again; "

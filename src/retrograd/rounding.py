@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .surroundings import transformed
+
 
 def rounded_add(target: Tensor, out: Tensor, grid: float, gain: float, flag: Tensor | None, limit: float) -> Tensor:
     """The sum on the grid. Where a magnitude reaches `limit`, `flag` (one byte on the device) is set; no waiting."""
+    if not torch.is_grad_enabled() and not transformed():
+        return RoundedAdd.forward(target, out, grid, gain, flag, limit)
     return RoundedAdd.apply(target, out, grid, gain, flag, limit)  # type: ignore[return-value]
 
 
@@ -68,6 +72,7 @@ def _fused(target: Tensor, out: Tensor) -> bool:
         and target.is_contiguous()
         and out.is_contiguous()
         and type(target) is type(out) is Tensor  # not fake ones
+        and not transformed()
         and _kernels() is not None
     )
 

@@ -48,6 +48,14 @@ class Surroundings:
                 _set_attention(attention)
 
 
+def transformed() -> bool:
+    """Inside a torch.func transform or under forward-mode AD. Torch has no public names for that."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
 def _autocast(kinds: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
 
