@@ -135,6 +135,9 @@ def captured(step: Step, x: Tensor) -> Step:
 
 
 contender("kept-graphed", "kept, whole step in a CUDA graph", around=captured)(kept)
+contender("compile-graphed", "kept model compiled, in a CUDA graph", around=captured, compiled=True)(
+    compiled_whole(1.0)
+)
 
 
 # retrograd
@@ -232,6 +235,9 @@ def graphed(step: Step, x: Tensor) -> Step:
 
 
 contender("reverse-graphed", "retrograd, whole step in a CUDA graph", around=graphed)(reverse)
+contender("reverse-compiled-graphed", "retrograd, f and g compiled, in a CUDA graph", around=graphed, compiled=True)(
+    reverse_compiled
+)
 
 
 # Peers, from benchmarks/.peers

@@ -15,6 +15,7 @@ SHORT = {  # names in a plot, where the contender's own is no word
     "auto-all": "Auto, all",
     "auto-least": "Auto, least",
     "compile": "compiled",
+    "compile-graphed": "compiled in a graph",
     "exact": "ExactAdd",
     "keep": "Keep",
     "kept": "plain autograd",
@@ -24,6 +25,7 @@ SHORT = {  # names in a plot, where the contender's own is no word
     "reverse-anchors": "Reverse(anchor_every=8)",
     "reverse-attention": 'Reverse(save="attention")',
     "reverse-compiled": "Reverse, compiled",
+    "reverse-compiled-graphed": "Reverse, compiled, in a graph",
     "reverse-graphed": "Reverse in a graph",
     "reverse-half": "half Keep",
 }
