@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ SHORT = {  # names in a plot, where the contender's own is no word
     "auto-all": "Auto, all",
     "auto-least": "Auto, least",
     "compile": "compiled",
+    "compile-0.0": "compiled, memory budget 0",
+    "compile-0.3": "compiled, memory budget 0.3",
     "compile-graphed": "compiled in a graph",
     "exact": "ExactAdd",
     "keep": "Keep",
@@ -28,7 +31,11 @@ SHORT = {  # names in a plot, where the contender's own is no word
     "reverse-compiled-graphed": "Reverse, compiled, in a graph",
     "reverse-graphed": "Reverse in a graph",
     "reverse-half": "half Keep",
+    "reverse-momentum": "Momentum",
 }
+KINDS = {"retrograd": ("o", "tab:green"), "others": ("x", "tab:gray"), "wrong gradients": ("x", "tab:red")}
+UNDRAWN = ("exact-keep", "momentumnet-kept")  # only there for others to be compared with
+DPI = 150
 SCALE = ("reverse", "auto", "reverse-half", "keep")  # one network, one join: only the policy differs
 
 
@@ -164,67 +171,96 @@ def plots(results: dict[str, Any], stem: Path) -> list[Path]:
 
 
 def time_against_memory(name: str, runs: list[Run], stem: Path) -> Path:
-    """One point a contender: down and left is better. Peers are crosses, wrong gradients red; the line joins what
-    retrograd offers between reversing everything and keeping everything."""
+    """One point a contender: down and left is better. The line joins what retrograd offers between reversing
+    everything and keeping everything."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
-    for run in runs:
-        ours = "retrograd" in run["title"]
-        colour = "tab:red" if run["wrong"] else "tab:green" if ours else "tab:gray"
-        at = (run["memory_bytes"] / MIB, run["step_ms"])
-        axes.plot(*at, "o" if ours else "x", color=colour)
-    groups = neighbours([run for run in runs if run["contender"] != "exact-keep"])  # ExactAdd is there, reversed
-    for group in groups:
-        slowest_first = sorted(group, key=lambda run: -run["step_ms"])
-        names = "\n".join(SHORT.get(run["contender"], run["contender"]) for run in slowest_first)
-        at = max(run["memory_bytes"] for run in group) / MIB, max(run["step_ms"] for run in group)
-        crowded = any(under(group, other) for other in groups)
-        axes.annotate(
-            names,
-            at,
-            textcoords="offset points",
-            xytext=(6, -4 if crowded else 2),
-            va="top" if crowded else "bottom",
-            fontsize=8,
-        )
-    scale = sorted((run["memory_bytes"] / MIB, run["step_ms"]) for run in runs if run["contender"] in SCALE)
+    figure, axes = plt.subplots(figsize=(8, 6), dpi=DPI, layout="constrained")
+    runs = [run for run in runs if run["contender"] not in UNDRAWN]
+    for title, (marker, colour) in KINDS.items():
+        if points := [point(run) for run in runs if kind(run) == title]:
+            axes.plot(*zip(*points, strict=True), marker, color=colour, label=title)
+    scale = sorted(point(run) for run in runs if run["contender"] in SCALE)
     if len(scale) > 1:
-        axes.plot(
-            *zip(*scale, strict=True), color="tab:green", linewidth=1, zorder=0, label="retrograd: choose your memory"
-        )
+        axes.plot(*zip(*scale, strict=True), color="tab:green", linewidth=1, zorder=0, label="choose your memory")
     for run in runs:
         if "floor_ratio" in run:
             floor_ms = run["step_ms"] * run["floor_ratio"]
-            axes.axhline(floor_ms, color="tab:gray", linewidth=0.7, linestyle=":", label="kept + one forward")
-            axes.legend(loc="upper right", fontsize=7)
+            axes.axhline(floor_ms, color="tab:gray", linewidth=0.7, linestyle=":", label="plain autograd + one forward")
     sizes = "{blocks} blocks of width {width}, {tokens} tokens, batch {batch}".format(**runs[0]["configuration"])
     axes.set(xscale="log", yscale="log", xlabel="peak memory above weights and gradients, MiB", ylabel="step, ms")
-    axes.margins(x=0.2, y=0.2)  # room for the names
+    axes.margins(x=0.18, y=0.12)  # room for the names
     plain_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
     axes.set_title(sizes, fontsize=10)
+    figure.legend(loc="outside lower center", ncols=5, fontsize=9, frameon=False, handlelength=1.5, columnspacing=1.5)
+    add_names(figure, axes, neighbours(runs))
     return saved(figure, stem, f"time-memory-{name}")
 
 
-def under(group: list[Run], other: list[Run]) -> bool:
-    """Whether the points of one group lie so closely under those of another that its names must go below them."""
-    here, there = group[0], other[0]
-    return 0.7 < here["memory_bytes"] / there["memory_bytes"] < 1.4 and 0.6 < here["step_ms"] / there["step_ms"] < 0.98
+def kind(run: Run) -> str:
+    """Which of KINDS it is."""
+    if run["wrong"]:
+        return "wrong gradients"
+    return "retrograd" if "retrograd" in run["title"] else "others"
+
+
+def point(run: Run) -> tuple[float, float]:
+    """Where it lies in time against memory."""
+    return run["memory_bytes"] / MIB, run["step_ms"]
 
 
 def neighbours(runs: list[Run]) -> list[list[Run]]:
-    """The runs in groups whose points lie so close that their names would cover each other."""
+    """The runs in groups whose points all but coincide."""
     groups: list[list[Run]] = []
-    for run in sorted(runs, key=lambda run: run["memory_bytes"]):
+    for run in sorted(runs, key=point):
         for group in groups:
             near = group[-1]
-            if run["memory_bytes"] < 1.2 * near["memory_bytes"] and 0.93 < run["step_ms"] / near["step_ms"] < 1.07:
+            if run["memory_bytes"] < 1.05 * near["memory_bytes"] and 0.98 < run["step_ms"] / near["step_ms"] < 1.02:
                 group.append(run)
                 break
         else:
             groups.append([run])
     return groups
+
+
+def add_names(figure: Any, axes: Any, groups: list[list[Run]]) -> None:
+    """Write the names of each group where they cover least, as near to it as can be. Works in pixels."""
+    import numpy as np
+    from matplotlib.lines import Line2D
+    from matplotlib.transforms import Bbox, IdentityTransform
+
+    figure.draw_without_rendering()  # settles where the axes lie
+    figure.set_layout_engine("none")
+    taken: list[Any] = []  # boxes: points, then names too
+    inked: list[Any] = []  # positions along lines
+    for line in axes.lines:
+        path = line.get_transform().transform(line.get_xydata())
+        if line.get_marker() == "None":
+            inked += [np.linspace(*ends, 300) for ends in pairwise(path)]
+        else:
+            taken += [Bbox([at - 7, at + 7]) for at in path]
+    sides = [(1, 1), (1, -1), (-1, 1), (-1, -1), (1, 0), (-1, 0), (0, 1), (0, -1)]
+    for group in sorted(groups, key=len, reverse=True):
+        at = axes.transData.transform(point(group[len(group) // 2]))
+        names = "\n".join(SHORT.get(run["contender"], run["contender"]) for run in group)
+        text = figure.text(0, 0, names, fontsize=9, va="bottom", transform=IdentityTransform())
+        extent = text.get_window_extent().size
+        places: list[tuple[int, Any, Any]] = []
+        for gap in (12, 30, 50, 70, 90):
+            for side in np.array(sides):
+                corner = at + gap * side / np.hypot(*side) + extent * (side - 1) / 2
+                box = Bbox([corner, corner + extent])
+                leader = np.linspace(at, np.clip(at, box.min, box.max), 50 if gap > 12 else 0)
+                covers = 1000 * (4 - axes.bbox.padded(-5).count_contains(box.corners()))
+                covers += 100 * box.count_overlaps(taken) + sum(map(box.padded(3).count_contains, inked))
+                covers += sum(other.count_contains(leader) for other in taken if not other.contains(*at))
+                places.append((covers, box, leader))
+        _, box, leader = min(places, key=lambda place: place[0])  # the nearest of the best
+        text.set_position(box.min)
+        figure.add_artist(Line2D(*leader.T, color="tab:gray", linewidth=0.6, transform=IdentityTransform()))
+        taken.append(box)
+        inked.append(leader)
 
 
 def depths(runs: list[Run]) -> Iterator[tuple[tuple[int, int, int], list[Run]]]:
@@ -271,7 +307,7 @@ def saved(figure: Any, stem: Path, what: str) -> Path:
     import matplotlib.pyplot as plt
 
     path = stem.with_name(f"{stem.name}-{what}.png".replace("/", "-").replace("=", ""))
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=DPI)
     plt.close(figure)
     return path
 
