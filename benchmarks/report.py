@@ -16,8 +16,8 @@ SHORT = {  # names in a plot, where the contender's own is no word
     "auto-all": "Auto, all",
     "auto-least": "Auto, least",
     "compile": "compiled",
-    "compile-0.0": "compiled, memory budget 0",
-    "compile-0.3": "compiled, memory budget 0.3",
+    "compile-0.0": "compiled, budget 0",
+    "compile-0.3": "compiled, budget 0.3",
     "compile-graphed": "compiled in a graph",
     "exact": "ExactAdd",
     "keep": "Keep",
@@ -189,7 +189,7 @@ def time_against_memory(name: str, runs: list[Run], stem: Path) -> Path:
             axes.axhline(floor_ms, color="tab:gray", linewidth=0.7, linestyle=":", label="plain autograd + one forward")
     sizes = "{blocks} blocks of width {width}, {tokens} tokens, batch {batch}".format(**runs[0]["configuration"])
     axes.set(xscale="log", yscale="log", xlabel="peak memory above weights and gradients, MiB", ylabel="step, ms")
-    axes.margins(x=0.18, y=0.12)  # room for the names
+    axes.margins(x=0.2, y=0.12)  # room for the names
     plain_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
     axes.set_title(sizes, fontsize=10)
@@ -227,7 +227,6 @@ def neighbours(runs: list[Run]) -> list[list[Run]]:
 def add_names(figure: Any, axes: Any, groups: list[list[Run]]) -> None:
     """Write the names of each group where they cover least, as near to it as can be. Works in pixels."""
     import numpy as np
-    from matplotlib.lines import Line2D
     from matplotlib.transforms import Bbox, IdentityTransform
 
     figure.draw_without_rendering()  # settles where the axes lie
@@ -243,7 +242,7 @@ def add_names(figure: Any, axes: Any, groups: list[list[Run]]) -> None:
     sides = [(1, 1), (1, -1), (-1, 1), (-1, -1), (1, 0), (-1, 0), (0, 1), (0, -1)]
     for group in sorted(groups, key=len, reverse=True):
         at = axes.transData.transform(point(group[len(group) // 2]))
-        names = "\n".join(SHORT.get(run["contender"], run["contender"]) for run in group)
+        names = "\n".join(SHORT.get(name := run["contender"], name) for run in group)
         text = figure.text(0, 0, names, fontsize=9, va="bottom", transform=IdentityTransform())
         extent = text.get_window_extent().size
         places: list[tuple[int, Any, Any]] = []
@@ -258,7 +257,7 @@ def add_names(figure: Any, axes: Any, groups: list[list[Run]]) -> None:
                 places.append((covers, box, leader))
         _, box, leader = min(places, key=lambda place: place[0])  # the nearest of the best
         text.set_position(box.min)
-        figure.add_artist(Line2D(*leader.T, color="tab:gray", linewidth=0.6, transform=IdentityTransform()))
+        axes.plot(*leader.T, color="tab:gray", linewidth=0.6, zorder=0, transform=IdentityTransform())
         taken.append(box)
         inked.append(leader)
 
