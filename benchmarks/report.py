@@ -189,7 +189,7 @@ def time_against_memory(name: str, runs: list[Run], stem: Path) -> Path:
             axes.axhline(floor_ms, color="tab:gray", linewidth=0.7, linestyle=":", label="plain autograd + one forward")
     sizes = "{blocks} blocks of width {width}, {tokens} tokens, batch {batch}".format(**runs[0]["configuration"])
     axes.set(xscale="log", yscale="log", xlabel="peak memory above weights and gradients, MiB", ylabel="step, ms")
-    axes.margins(x=0.2, y=0.12)  # room for the names
+    axes.margins(x=0.22, y=0.12)  # room for the names
     plain_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
     axes.set_title(sizes, fontsize=10)
@@ -241,19 +241,21 @@ def add_names(figure: Any, axes: Any, groups: list[list[Run]]) -> None:
             taken += [Bbox([at - 7, at + 7]) for at in path]
     sides = [(1, 1), (1, -1), (-1, 1), (-1, -1), (1, 0), (-1, 0), (0, 1), (0, -1)]
     for group in sorted(groups, key=len, reverse=True):
-        at = axes.transData.transform(point(group[len(group) // 2]))
-        names = "\n".join(SHORT.get(name := run["contender"], name) for run in group)
+        at = axes.transData.transform(point(group[-1]))
+        contenders = [str(run["contender"]) for run in group]
+        names = "\n".join(SHORT.get(name, name) for name in contenders)
         text = figure.text(0, 0, names, fontsize=9, va="bottom", transform=IdentityTransform())
         extent = text.get_window_extent().size
+        others = [box for box in taken if not box.contains(*at)]
         places: list[tuple[int, Any, Any]] = []
-        for gap in (12, 30, 50, 70, 90):
+        for gap in (12, 30, 45, 60, 75, 90):
             for side in np.array(sides):
                 corner = at + gap * side / np.hypot(*side) + extent * (side - 1) / 2
                 box = Bbox([corner, corner + extent])
                 leader = np.linspace(at, np.clip(at, box.min, box.max), 50 if gap > 12 else 0)
                 covers = 1000 * (4 - axes.bbox.padded(-5).count_contains(box.corners()))
-                covers += 100 * box.count_overlaps(taken) + sum(map(box.padded(3).count_contains, inked))
-                covers += sum(other.count_contains(leader) for other in taken if not other.contains(*at))
+                covers += 100 * box.padded(6).count_overlaps(others) + sum(map(box.padded(3).count_contains, inked))
+                covers += 100 * sum(other.count_contains(leader) for other in others)
                 places.append((covers, box, leader))
         _, box, leader = min(places, key=lambda place: place[0])  # the nearest of the best
         text.set_position(box.min)
