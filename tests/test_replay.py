@@ -266,9 +266,7 @@ def test_generators_in_a_list_of_a_module() -> None:
 
 
 def call(fn: Any, **kwargs: Any) -> Call:
-    made = Call(2, rg.Update("a", fn, "b", kwargs=kwargs), Surroundings([]))
-    made.look()
-    return made
+    return Call(2, rg.Update("a", fn, "b", kwargs=kwargs), Surroundings([]))
 
 
 def test_a_replay_sees_what_the_forward_saw_and_leaves_no_trace() -> None:
@@ -559,3 +557,54 @@ def test_a_join_that_draws_does_not_disturb_the_next_update():
 def test_weights_that_are_drawn_in_the_forward_do_not_disturb_the_next_update():
     net = rg.ReversibleSequence([(torch.nn.Dropout(), torch.nn.LazyLinear(4)), (torch.nn.Dropout(), torch.nn.Tanh())])
     net(torch.randn(2, 4, requires_grad=True)).sum().backward()
+
+
+def test_an_attribute_that_was_bound_anew_is_put_back() -> None:
+    class Conditioned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.context = nn.Linear(4, 4).double(), torch.ones(4, dtype=torch.float64)
+
+        def forward(self, b: torch.Tensor) -> torch.Tensor:
+            return self.linear(b) * self.context
+
+    net, scale = Conditioned(), nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
+    found = []
+    for policy in (rg.Keep(), rg.Reverse()):
+        x, losses = torch.linspace(0, 1, 4, dtype=torch.float64).requires_grad_(), []
+        for context in (scale.detach() * 3, scale * 5, scale * 7):  # as in a step that gathers gradients
+            net.context = context
+            losses.append(rg.run([rg.Update("a", net, "b")], {"a": x, "b": x + 1}, policy=policy)["a"].square().sum())
+        found.append(torch.autograd.grad(sum(losses), [x, scale, *net.parameters()]))
+        assert net.context is context
+    assert_same(found[1], found[0])
+
+
+def test_variables_of_a_closure_are_put_back() -> None:
+    linear = nn.Linear(4, 4).double()
+    found = []
+    for policy in (rg.Keep(), rg.Reverse()):
+        x, losses = torch.linspace(0, 1, 4, dtype=torch.float64).requires_grad_(), []
+        for power, context in ((2, torch.ones(4)), (3, torch.arange(4.0)), (4, torch.full((4,), 2.0))):
+            program = [rg.Update("a", lambda b: linear(b) ** power * context, "b")]  # noqa: B023 - that is the point
+            losses.append(rg.run(program, {"a": x, "b": x + 1}, policy=policy)["a"].square().sum())
+        found.append(torch.autograd.grad(sum(losses), [x, *linear.parameters()]))
+        assert power == 4
+    assert_same(found[1], found[0])
+
+
+def test_a_counter_counts_once() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, b: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return b.sin() * self.calls
+
+    fn, x = Counting(), torch.ones(3, requires_grad=True)
+    for step in range(1, 4):
+        (found,) = torch.autograd.grad(rg.run([rg.Update("a", fn, "b")], {"a": x, "b": x})["a"].sum(), x)
+        torch.testing.assert_close(found, 1 + step * torch.ones(3).cos())
+        assert fn.calls == step

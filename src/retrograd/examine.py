@@ -133,7 +133,6 @@ class Examination:
         seen = versions(leaves)
         try:
             with _collecting(saved):
-                call.look()
                 parts, examined.replayable = self.program.surroundings.run(
                     lambda: call.forward(lambda: step.call(sources, examined.before), [])
                 )

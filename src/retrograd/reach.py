@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 _SIMPLE = (type(None), str, bytes, int, float, complex, type, types.ModuleType, types.BuiltinFunctionType, torch.dtype)
+_NUMBERS = (int, float, bool)
+_BOUND = (Tensor, *_NUMBERS)
 _REGISTRIES = frozenset(nn.Module().__dict__)
 _FAR = 1 << 30
 _MANY = 4096  # a longer container is data; looking through more than that at each call would take too long
@@ -22,12 +24,13 @@ _MANY = 4096  # a longer container is data; looking through more than that at ea
 class Reached:
     """The modules, tensors and generators that a call can be seen to use."""
 
-    __slots__ = ("modules", "own", "tensors", "generators", "_seen")
+    __slots__ = ("modules", "own", "tensors", "variables", "generators", "_seen")
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []  # all of them
         self.own: list[nn.Module] = []  # those that fn itself is made of
         self.tensors: list[Tensor] = []
+        self.variables: list[tuple[Any, str, Any]] = []  # where a tensor or number is bound to a name: that may change
         self.generators: list[torch.Generator] = []
         self._seen: dict[int, int] = {}  # how far each object was followed
 
@@ -53,6 +56,10 @@ class Reached:
                 elif kind is Tensor:
                     if own:
                         self.tensors.append(value)
+                        self.variables.append((module.__dict__, name, value))
+                elif kind in _NUMBERS:
+                    if own and name != "training":
+                        self.variables.append((module.__dict__, name, value))
                 elif kind in (list, tuple, dict, set) and name not in _REGISTRIES:
                     self.look(value, 3)
         for child in module._modules.values():
@@ -81,6 +88,8 @@ class Reached:
             for inner in (value.func, *value.args, *value.keywords.values()):
                 self.look(inner, depth)
         else:
+            if isinstance(value, types.FunctionType):
+                self.variables += _variables(value)
             for inner in _held_by(value):
                 self.look(inner, depth - 1)
 
@@ -125,6 +134,32 @@ def _held_by(value: Any) -> Iterator[Any]:
         yield from getattr(value, "__dict__", {}).values()
         for name in getattr(type(value), "__slots__", ()):
             yield getattr(value, name, None)
+
+
+class Cell:
+    """A variable of a closure, to be read and written as if it were in a dict."""
+
+    __slots__ = ("cell",)
+
+    def __init__(self, cell: types.CellType) -> None:
+        self.cell = cell
+
+    def get(self, name: str) -> Any:
+        with contextlib.suppress(ValueError):  # it is empty
+            return self.cell.cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+def _variables(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
+    """The tensors and numbers that a function finds in its closure and among its globals."""
+    for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+        if isinstance(known := (variable := Cell(cell)).get(name), _BOUND):
+            yield variable, name, known
+    for name in _names(function.__code__):
+        if isinstance(known := function.__globals__.get(name), _BOUND):
+            yield function.__globals__, name, known
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .capture import Capture, Rehearsal, current
-from .reach import Reached, reach
+from .reach import reach
 from .streams import leaves_of, version, versions
 from .surroundings import Surroundings, default_generators, digest, restore, same, state
 from .update import Update
@@ -166,8 +166,6 @@ class Call:
         "grads",
         "read",
         "versions",
-        "reached",
-        "before",
     )
 
     def __init__(self, index: int, update: Update, surroundings: Surroundings) -> None:
@@ -177,52 +175,54 @@ class Call:
         self.twin: list[tuple[torch.Generator, torch.Generator]] = []  # instead, inside a CUDA graph: see capture.py
         self.spent = False
         self.modes: list[tuple[nn.Module, bool]] = []  # the modules of fn and their training flags
-        self.held: list[tuple[dict[str, Any], str, Any]] = []  # their parameters and buffers: where, name, tensor
+        self.held: list[tuple[Any, str, Any]] = []  # their parameters and buffers, and variables: where, name, what
         self.moved: list[tuple[nn.Module, dict[str, Tensor | None]]] = []  # copies of buffers that the forward moved
         self.grads: list[tuple[Tensor, bool]] = []  # which of the tensors that fn reads need gradients
         self.read: list[Tensor] = []  # what must not change until the replay (R7),
         self.versions: list[int | None] = []  # and at which version it was
-        self.reached: Reached | None = None  # what fn can be seen to use, and the buffers before its run: both until
-        self.before: list[tuple[nn.Module, dict[str, Any]]] = []  # the forward is over
 
-    def look(self) -> bool:
-        """Note what `fn` depends on, before its first run; also whether it surely can be replayed after that."""
-        self.reached = reached = reach(self.update.fn, self.update.kwargs)
+    def forward(self, function: Callable[[], T], states: list[Any]) -> tuple[T, bool]:
+        """Run `fn` for the first time and note what it depends on; also whether it can be replayed.
+
+        `states` are those of the surroundings' generators if they are known, and are known afterwards.
+        """
+        reached = reach(self.update.fn, self.update.kwargs)
         if any(isinstance(module, LazyModuleMixin) for module in reached.modules):
-            return False
+            states.clear()  # its weights are not there yet, and will be drawn
+            return running(self.index, self.update, function, None), False
         self.modes = [(module, module.training) for module in reached.modules]
         self.held = [
             (where, name, tensor)
             for module in reached.modules
             for where in (module._parameters, module._buffers)
+            if isinstance(where, dict)  # not those of TorchScript, which cannot be exchanged
             for name, tensor in where.items()
         ]
+        # Without their graphs: a tensor that fn left in a module holds the graph of the call before, and so its tape.
+        tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in reached.tensors]
         parameters = [p for m in reached.modules for p in m._parameters.values() if p is not None]
-        self.grads = [(tensor, tensor.requires_grad) for tensor in reached.tensors + parameters]
+        self.grads = [(tensor, tensor.requires_grad) for tensor in reached.tensors + parameters if tensor.is_leaf]
         # A closure may show more modules than fn reads, and those may well change: watch only what fn itself is.
         if len(reached.own) < len(reached.modules):
             parameters = [p for m in reached.own for p in m._parameters.values() if p is not None]
-        self.read = reached.tensors + parameters
+        self.read = tensors + parameters
         self.versions = versions(self.read)
-        self.before = [(module, _snapshot(module)) for module in reached.modules if module._buffers]
-        return not self.before
+        before = [(module, _snapshot(module)) for module in reached.modules if module._buffers]
 
-    def forward(self, function: Callable[[], T], states: list[Any]) -> tuple[T, bool]:
-        """Run `fn` for the first time; also whether it can be replayed.
-
-        `states` are those of the surroundings' generators if they are known, and are known afterwards.
-        """
-        assert self.reached is not None, "look comes first"
-        reached, before, self.reached, self.before = self.reached, self.before, None, []
-        if any(isinstance(module, LazyModuleMixin) for module in reached.modules):
-            states.clear()  # its weights are not there yet, and will be drawn
-            return running(self.index, self.update, function, None), False
         out = self._first(function, reached.generators, states)
+
         if (changed := self._changed()) is not None:
             raise RuntimeError(
                 f"{self.update.label(self.index)}: fn changes {changed} in place, and a replay would change it again; "
                 "return what is new, hold it in a buffer, or give this update policy=Keep()"
             )
+        # Other variables are put back as parameters are, unless fn itself has just put another result there: the one
+        # before may hold the graph of a call, and so its tape.
+        self.held += [
+            (where, name, value)
+            for where, name, value in reached.variables
+            if where.get(name) is value or not (isinstance(value, Tensor) and value.grad_fn)
+        ]
         if not before:
             return out, True
         own = {id(module) for module in reached.own}
@@ -279,7 +279,7 @@ class Call:
         now += [(generator, generator.graphsafe_get_state()) for generator, _ in self._twin()]
         flipped: list[nn.Module] = []
         frozen = [tensor for tensor, needed in self.grads if tensor.requires_grad != needed and tensor.is_leaf]
-        swapped: list[tuple[dict[str, Any], str, Any]] = []
+        swapped: list[tuple[Any, str, Any]] = []
         try:
             for tensor in frozen:
                 tensor.requires_grad_(not tensor.requires_grad)
@@ -306,8 +306,8 @@ class Call:
             ):
                 raise RuntimeError(
                     f"{self.update.label(self.index)} draws other random numbers in its replay than in its forward (an "
-                    "operator with dropout under Reverse(save=...), or a fn that is not deterministic); give it "
-                    "policy=Keep()"
+                    "operator with dropout under Reverse(save=...), a fn that is not deterministic, or another thread "
+                    "that draws from the same generator); give it policy=Keep(), or the thread a generator of its own"
                 )
             return out
         finally:
@@ -333,7 +333,7 @@ class Call:
     def outside(self) -> list[Tensor]:
         """What `fn` reads and others hold: tensors, keywords and weights, also those that FSDP2 has gathered for it."""
         weights = (p for module, _ in self.modes for p in module._parameters.values() if p is not None)
-        return [*(tensor for tensor, _ in self.grads), *weights]
+        return [*self.read, *weights]
 
     def sharded(self) -> list[Any]:
         """The modules whose parameters FSDP2 holds in shards at this moment."""
@@ -353,17 +353,15 @@ class Call:
 
     def _named(self, tensor: Tensor) -> str:
         for key, value in self.update.kwargs.items():
-            if any(leaf is tensor for leaf in leaves_of(value, Tensor)):
+            if any(leaf is tensor or leaf.data_ptr() == tensor.data_ptr() for leaf in leaves_of(value, Tensor)):
                 return f"its keyword {key!r}"
         for where, name, member in self.held:
             if member is tensor:
-                kind, module = next(
-                    (kind, module)
-                    for module, _ in self.modes
-                    for kind, members in (("parameter", module._parameters), ("buffer", module._buffers))
-                    if members is where
-                )
-                return f"the {kind} {name!r} of {type(module).__name__}"
+                for module, _ in self.modes:
+                    for kind, members in (("parameter", module._parameters), ("buffer", module._buffers)):
+                        if members is where:
+                            return f"the {kind} {name!r} of {type(module).__name__}"
+                return f"the tensor {name!r}"
         return "a captured tensor"
 
 
@@ -377,10 +375,8 @@ _still: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), False
 _restless: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), False: weakref.WeakSet()}
 
 
-def _exchange(
-    where: dict[str, Any], name: str, other: Tensor | None, swapped: list[tuple[dict[str, Any], str, Any]]
-) -> None:
-    """Put another parameter or buffer into a module, and note the one that was there."""
+def _exchange(where: Any, name: str, other: Any, swapped: list[tuple[Any, str, Any]]) -> None:
+    """Bind a name to what it was bound to, and note what it is bound to now."""
     current = where.get(name)
     # DTensors are left to FSDP2, which exchanges sharded and whole parameters by itself.
     if not _is_dtensor(current) and not _is_dtensor(other):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -44,41 +44,8 @@ JOINS = (Add, Affine, ExactAdd, Scale)
 _NOTHING = contextlib.nullcontext()
 
 
-class Noted:
-    """What autograd saves in a forward: as hooks, it puts slot numbers into the graph and the slots here.
-
-    `holding`: the tensors too, which a `fn` that differentiates inside asks for before its replay.
-    """
-
-    __slots__ = ("slots", "versions", "bases", "tensors", "asked")
-
-    def __init__(self, *, holding: bool) -> None:
-        self.slots: list[Slot] = []
-        self.versions: list[int] = []
-        self.bases: list[int] = []
-        self.tensors: list[Tensor] | None = [] if holding else None
-        self.asked = False
-
-    def pack(self, tensor: Tensor) -> int:
-        self.slots.append(_slot(tensor))
-        self.versions.append(tensor._version)
-        self.bases.append(_base(tensor))
-        if self.tensors is not None:
-            self.tensors.append(tensor)
-        return len(self.slots) - 1
-
-    def __getitem__(self, slot: int) -> Tensor:
-        self.asked = True
-        if self.tensors is None:
-            raise RuntimeError(
-                "fn differentiates inside, which it did not in its last call, so what it saves is not held; call it "
-                "again, now that this is known, or give this update policy=Keep()"
-            )
-        return _unchanged(self.tensors[slot], self.versions[slot])
-
-
 class Saved:
-    """What autograd saves in a replay: as hooks, it puts slot numbers into the graph and the tensors here."""
+    """What autograd saves while `fn` runs: as hooks, it puts slot numbers into the graph and the tensors here."""
 
     __slots__ = ("tensors", "versions", "left")
 
@@ -103,27 +70,19 @@ class Saved:
         return other
 
     def __getitem__(self, slot: int) -> Tensor:
-        return _unchanged(self.tensors[slot], self.versions[slot])
+        """A tensor, if nobody has changed it in place since it was saved: what autograd demands."""
+        tensor = self.tensors[slot]
+        if tensor._version != self.versions[slot]:
+            raise RuntimeError(
+                "a tensor that fn saved for its backward was changed in place afterwards "
+                f"(shape {tuple(tensor.shape)}, version {tensor._version}, expected {self.versions[slot]})"
+            )
+        return tensor
 
     def drop(self, slot: int) -> None:
         """Release a tensor."""
         self.tensors[slot] = None
         self.left -= 1
-
-
-def _unchanged(tensor: Tensor, version: int) -> Tensor:
-    """A tensor, if nobody has changed it in place since it was saved: what autograd demands."""
-    if tensor._version != version:
-        raise RuntimeError(
-            "a tensor that fn saved for its backward was changed in place afterwards "
-            f"(shape {tuple(tensor.shape)}, version {tensor._version}, expected {version})"
-        )
-    return tensor
-
-
-def _base(tensor: Tensor) -> int:
-    """Which tensor it is, or is a view of: those have one version."""
-    return id(tensor if (base := tensor._base) is None else base)
 
 
 class Entry:
@@ -134,9 +93,10 @@ class Entry:
         "call",
         "source_grads",
         "target_grads",
-        "noted",
+        "slots",
         "fn_slots",
-        "streams",
+        "versions",
+        "bases",
         "saving",
         "live",
         "kept",
@@ -146,8 +106,10 @@ class Entry:
         self.step = step
         self.call = Call(step.index, step.update, surroundings)
         self.saving = create_selective_checkpoint_contexts(list(policy.save)) if policy.save else None
-        self.live: Noted | None = None  # while fn runs: it may differentiate inside
-        self.kept: tuple[list[Tensor], list[list[Tensor]]] | None = None  # saved, returned: if it cannot be replayed
+        self.live: Saved | None = None  # while fn runs: it may differentiate inside
+        self.kept: tuple[Saved, list[list[Tensor]]] | None = (
+            None  # what was saved and returned, if it cannot be replayed
+        )
 
     def run(
         self,
@@ -162,35 +124,30 @@ class Entry:
         sources, target = [flat[name] for name in update.sources], flat[update.target]
         self.source_grads = [[leaf.requires_grad for leaf in leaves] for leaves in sources]
         self.target_grads = [leaf.requires_grad for leaf in target]
-        self.streams = [_base(leaf) for leaves in sources for leaf in leaves]
+        saved = self.live = Saved()
         key = None if learned is None else key_of(update.fn)
-        learning = learned is not None and key not in learned.saved
         watch = None
-        if learned is not None and not learning and key not in learned.took:
+        if learned is not None and key in learned.saved and key not in learned.took:
             watch = Stopwatch(learned.device)  # its second call: a first one warms up
-        quiet = _quiet[update.fn.training] if isinstance(update.fn, nn.Module) else None
-        holding = not self.call.look() or learning or quiet is None or update.fn not in quiet
-        noted = self.noted = self.live = Noted(holding=holding)
         try:
-            with saved_tensors_hooks(noted.pack, unpack):
+            with saved_tensors_hooks(saved.pack, unpack):
                 parts, replayable = self.call.forward(lambda: self._called(sources, target, 0), states)
-                self.fn_slots = len(noted.slots)
+                self.fn_slots = saved.left
                 flat[update.target] = step.join(target, parts, alarms)
+            self.slots, self.versions = list(map(_slot, saved.tensors)), saved.versions
+            self.bases = [weakref.ref(_base(tensor)) for tensor in saved.tensors]
             if watch is not None:
                 watch.stop()
                 learned.took[key] = watch  # type: ignore[union-attr]
-            if noted.tensors is not None:
-                if learning:
-                    learned.learn(key, noted.tensors, self.call.outside())  # type: ignore[union-attr]
-                if not replayable:
-                    held = [tensor if tensor.is_leaf else tensor.detach() for tensor in noted.tensors]
-                    self.kept = held, [[leaf.detach() for leaf in part] for part in parts]
-                if quiet is not None:
-                    quiet.add(update.fn)  # type: ignore[arg-type]
+            elif learned is not None and key not in learned.saved:
+                learned.learn(key, saved.tensors, self.call.outside())
+            if not replayable:
+                saved.tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in saved.tensors]
+                self.kept = saved, [[leaf.detach() for leaf in part] for part in parts]
         finally:
-            self.live = noted.tensors = None
-            if quiet is not None and noted.asked:
-                quiet.discard(update.fn)  # type: ignore[arg-type]
+            self.live = None
+            if self.kept is None:
+                saved.tensors = []
 
     def replay(self, streams: Flat, *, undone: bool = False) -> tuple[Saved, list[Tensor]]:
         """Run `fn` again: what it saves, and the target as it was before the update (`undone`: it is that already)."""
@@ -198,8 +155,8 @@ class Entry:
         target = streams[update.target]
         saved = Saved()
         if self.kept is not None:
-            held, parts = self.kept
-            saved.tensors, saved.versions, saved.left = [*held], self.noted.versions, len(held)
+            kept, parts = self.kept
+            saved.tensors, saved.versions, saved.left = [*kept.tensors], kept.versions, len(kept.tensors)
             return saved, target if undone else step.unjoin(target, parts)
         sources = [fresh(streams[name], needs) for name, needs in zip(update.sources, self.source_grads, strict=True)]
         try:
@@ -207,7 +164,7 @@ class Entry:
                 parts = self.call.replay(lambda: self._called(sources, target, 1))
                 with torch.no_grad():
                     before = target if undone else step.unjoin(target, parts)
-                if len(self.noted.slots) > self.fn_slots:  # a join that saves: apply it again to see what
+                if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what
                     step.join(fresh(before, self.target_grads), parts)
             self.verify(saved)
         finally:
@@ -221,35 +178,36 @@ class Entry:
 
     def verify(self, saved: Saved) -> None:
         """R7: the replay saved what the forward saved, and what is still the same tensor has not changed."""
-        slots, expected = list(map(_slot, saved.tensors)), self.noted.slots
-        if slots == expected:
-            if saved.versions != self.noted.versions:
+        slots = list(map(_slot, saved.tensors))
+        if slots == self.slots:
+            if saved.versions != self.versions:
                 self._verify_versions(saved)
             return
         differing = [
             f"saved tensor {i} was {tuple(a[0])} {a[1]} on {a[2]}, now {tuple(b[0])} {b[1]} on {b[2]}"
-            for i, (a, b) in enumerate(zip(expected, slots, strict=False))
+            for i, (a, b) in enumerate(zip(self.slots, slots, strict=False))
             if a != b
         ]
         raise RuntimeError(
-            f"{self} is not deterministic: its replay saved {len(slots)} tensors, its forward {len(expected)}"
+            f"{self} is not deterministic: its replay saved {len(slots)} tensors, its forward {len(self.slots)}"
             + (f" ({differing[0]})" if differing else "")
             + ". fn must do the same in both passes: take choices that depend on the data through remember(), avoid "
             "state outside parameters and buffers, or give this update policy=Keep()"
         )
 
     def _verify_versions(self, saved: Saved) -> None:
-        seen = zip(self.noted.bases, self.noted.versions, saved.tensors, saved.versions, strict=True)
-        for base, then, tensor, now in seen:
-            if now != then and _base(tensor) == base and base not in self.streams:  # those are reconstructed
+        """A stream is another tensor in the replay, and may have another version."""
+        for tensor, base, now, then in zip(saved.tensors, self.bases, saved.versions, self.versions, strict=True):
+            if now != then and base() is _base(tensor):
                 raise RuntimeError(f"{self}: a tensor that fn reads was changed in place between forward and backward")
 
     def __str__(self) -> str:
         return self.step.update.label(self.step.index)
 
 
-# Modules that did not differentiate inside in their last call, in training and not: what they save need not be held.
-_quiet: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), False: weakref.WeakSet()}
+def _base(tensor: Tensor) -> Tensor:
+    """The tensor that it is a view of, or itself: they have one version."""
+    return tensor if (base := tensor._base) is None else base
 
 
 def fresh(leaves: list[Tensor], needs: list[bool]) -> list[Tensor]:
@@ -354,7 +312,7 @@ class Reversal:
         """A saved tensor of one update, reversing up to there if need be; it is released as it is taken."""
         with self.lock:
             while self.position > position:
-                self._forget(self.entries[position].noted.slots[slot][2])
+                self._forget(self.entries[position].slots[slot][2])
                 self._step_back(passing=self.position - 1 > position)
             saved = self.captured.get(position)
             if saved is None or saved.tensors[slot] is None:
@@ -436,7 +394,7 @@ def _hide_from_dynamo() -> None:
     """A compiled fn calls the hooks where Dynamo watches, which would compile them too, anew for each slot."""
     from torch._dynamo.eval_frame import skip_code
 
-    for hook in (Noted.pack, Saved.pack, Saved.__getitem__, Tape.serve):
+    for hook in (Saved.pack, Saved.__getitem__, Tape.serve):
         skip_code(hook.__code__)
 
 
