@@ -11,9 +11,9 @@ The rules it keeps (the code cites them):
 R1   The target is not among the sources, every name exists, `fn` returns the target's structure and shapes; a stream
      keeps its dtype.
 R2   With grad disabled the program is the plain loop: no tape, no hooks, nothing recorded.
-R3   A replay sees what the forward saw: random numbers, autocast, training flags, parameters, buffers, tensors and
-     numbers in attributes, closures and globals, and which of its sources and parameters need gradients. After it,
-     each of these is what it was before it.
+R3   A replay sees what the forward saw: random numbers, autocast, training flags, parameters, buffers, tensors in
+     attributes, closures and globals, and which of its sources and parameters need gradients. After it, each of
+     these is what it was before it.
 R4   Random state is recorded only where the forward moved it.
 R5   Autocast's weight cache is off inside the engine: it would hold a copy of every weight.
 R6   State belongs to the call, never to a module: any number of calls may await their backward.

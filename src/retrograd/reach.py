@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 _SIMPLE = (type(None), str, bytes, int, float, complex, type, types.ModuleType, types.BuiltinFunctionType, torch.dtype)
-_NUMBERS = (int, float, bool)
-_BOUND = (Tensor, *_NUMBERS)
 _REGISTRIES = frozenset(nn.Module().__dict__)
 _FAR = 1 << 30
 _MANY = 4096  # a longer container is data; looking through more than that at each call would take too long
@@ -30,7 +28,7 @@ class Reached:
         self.modules: list[nn.Module] = []  # all of them
         self.own: list[nn.Module] = []  # those that fn itself is made of
         self.tensors: list[Tensor] = []
-        self.variables: list[tuple[Any, str, Any]] = []  # where a tensor or number is bound to a name: that may change
+        self.variables: list[tuple[Any, str, Tensor]] = []  # where a tensor is bound to a name
         self.generators: list[torch.Generator] = []
         self._seen: dict[int, int] = {}  # how far each object was followed
 
@@ -54,12 +52,9 @@ class Reached:
                 if kind is torch.Generator:
                     self.generators.append(value)
                 elif kind is Tensor:
+                    self.variables.append((module.__dict__, name, value))
                     if own:
                         self.tensors.append(value)
-                        self.variables.append((module.__dict__, name, value))
-                elif kind in _NUMBERS:
-                    if own and name != "training":
-                        self.variables.append((module.__dict__, name, value))
                 elif kind in (list, tuple, dict, set) and name not in _REGISTRIES:
                     self.look(value, 3)
         for child in module._modules.values():
@@ -152,13 +147,13 @@ class Cell:
         self.cell.cell_contents = value
 
 
-def _variables(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
-    """The tensors and numbers that a function finds in its closure and among its globals."""
+def _variables(function: types.FunctionType) -> Iterator[tuple[Any, str, Tensor]]:
+    """The tensors that a function finds in its closure and among its globals."""
     for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
-        if isinstance(known := (variable := Cell(cell)).get(name), _BOUND):
+        if isinstance(known := (variable := Cell(cell)).get(name), Tensor):
             yield variable, name, known
     for name in _names(function.__code__):
-        if isinstance(known := function.__globals__.get(name), _BOUND):
+        if isinstance(known := function.__globals__.get(name), Tensor):
             yield function.__globals__, name, known
 
 

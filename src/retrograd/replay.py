@@ -216,13 +216,8 @@ class Call:
                 f"{self.update.label(self.index)}: fn changes {changed} in place, and a replay would change it again; "
                 "return what is new, hold it in a buffer, or give this update policy=Keep()"
             )
-        # Other variables are put back as parameters are, unless fn itself has just put another result there: the one
-        # before may hold the graph of a call, and so its tape.
-        self.held += [
-            (where, name, value)
-            for where, name, value in reached.variables
-            if where.get(name) is value or not (isinstance(value, Tensor) and value.grad_fn)
-        ]
+        # Other tensors with a name are put back as parameters are, but not what fn itself binds anew.
+        self.held += [(where, name, tensor) for where, name, tensor in reached.variables if where.get(name) is tensor]
         if not before:
             return out, True
         own = {id(module) for module in reached.own}

@@ -39,7 +39,7 @@ Slot = tuple[torch.Size, torch.dtype, torch.device]
 
 _slot: Callable[[Tensor], Slot] = operator.attrgetter("shape", "dtype", "device")
 
-JOINS = (Add, Affine, ExactAdd, Scale)
+_JOINS = (Add, Affine, ExactAdd, Scale)
 
 _NOTHING = contextlib.nullcontext()
 
@@ -243,7 +243,7 @@ class Tape:
         states: list[Any] = []  # of the generators, handed from update to update
         for position, entry in enumerate(self.entries):
             entry.run(flat, functools.partial(self.serve, position), states, self.alarms, self.learned)
-            if type(entry.step.update.join) not in JOINS:
+            if type(entry.step.update.join) not in _JOINS:
                 states.clear()  # a join of one's own may draw random numbers
         self.sizes = [len(flat[name]) for name in self.names]
         leaves = [leaf for name in self.names for leaf in flat[name]]
