@@ -113,6 +113,12 @@ class TestCompile:
         with torch.no_grad():
             assert_same(torch.compile(net, backend="aot_eager")(x), Plain(net.blocks)(x))
 
+    def test_without_grad_under_autocast_it_is_one_graph(self) -> None:
+        net, x = rg.ReversibleSequence([(nn.Linear(4, 4), nn.Linear(4, 4))]), torch.randn(2, 4)
+        whole = torch.compile(net, backend="aot_eager", fullgraph=True)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert_same(whole(x), net(x))
+
 
 class Nested(nn.Module):
     """A reversible network, and a choice that is remembered, inside a fn."""
