@@ -4,12 +4,12 @@ from .alarms import DriftWarning, last_drift
 from .auto import Auto
 from .check import check
 from .engine import invert, run
+from .frames import Phase, phase, remember
 from .graphed import Graphed, graphed
 from .joins import Add, Affine, ExactAdd, Join, Scale
 from .measure import Measurement, measure
 from .plan import Plan, plan
 from .policies import Keep, Offload, Policy, Reverse
-from .replay import Phase, phase, remember
 from .report import Problem, Report
 from .reversible import Reversible
 from .sequences import DualModality, Midpoint, Momentum, ReversibleSequence

@@ -1,5 +1,5 @@
-"""The engine: it runs any program of updates and decides what autograd stores meanwhile (with tape.py: all the autograd
-code there is).
+"""The engine: it runs any program of updates and decides what autograd stores meanwhile (with tape.py and entry.py: all
+the autograd code there is).
 
 Autograd builds its ordinary graph. While an update's `fn` runs, saved-tensor hooks store a slot number in place of
 each tensor; an *exit* node after the last update stores the final streams. In the backward, the exit hands these to
@@ -39,14 +39,15 @@ from torch import Tensor
 from .alarms import RangeAlarms
 from .auto import Auto, Learned, learned_for
 from .capture import current
+from .entry import Flat
+from .frames import running
 from .joins import ExactAdd
 from .offload import Shelf
 from .policies import Keep, Offload, Policy, Reverse
 from .reach import reach
-from .replay import running
 from .streams import Stream, Structure, flatten, leaves_of, unflatten
 from .surroundings import Surroundings, default_generators, no_random_numbers, transformed
-from .tape import Flat, Tape
+from .tape import Tape
 from .update import Step, Update, program
 
 

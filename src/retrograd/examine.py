@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .engine import segments
+from .entry import Flat, fresh
 from .joins import ExactAdd
 from .measure import LiveBytes
 from .policies import Policy, Reverse
@@ -24,7 +25,6 @@ from .replay import Call
 from .report import Drift, Kind, Problem
 from .streams import Stream, Structure, flatten, leaves_of, map_tensors, versions
 from .surroundings import Surroundings, restore, state
-from .tape import Flat, fresh
 from .update import Step, Update
 
 ON_CHOICES = "take the choice once: remember(lambda: ...); or join=ExactAdd(), which reconstructs every bit"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .ledger import Ledger, LiveBytes, UpdateCost, observed
-from .replay import reach
+from .reach import reach
 from .sizes import format_bytes, parse_bytes
 from .streams import leaves_of
 

@@ -35,7 +35,7 @@ class Reached:
     def walk(self, module: nn.Module, *, own: bool) -> None:
         """A module and its submodules; and what its hooks and its attributes lead to."""
         # `_modules`, `_parameters` and `_buffers` instead of the public generators: ten times faster, and parameters
-        # can be exchanged for plain tensors. tests/test_replay.py fails when they change.
+        # can be exchanged for plain tensors. tests/test_reach.py fails when they change.
         if id(module) in self._seen:
             return
         self._seen[id(module)] = _FAR

@@ -1,15 +1,13 @@
 """What one call of `fn` depended on besides its sources: noted in the forward, put back for the replay, and restored
-after it (R3, R4, R7, R9). Also what a `fn` may ask about itself: `phase` and `remember` (R10).
+after it (R3, R4, R7, R9).
 
 Autograd is not mentioned here: see engine.py.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -17,136 +15,13 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .capture import Capture, Rehearsal, current
+from .frames import running
 from .reach import reach
 from .streams import leaves_of, version, versions
-from .surroundings import Surroundings, default_generators, digest, restore, same, state
+from .surroundings import Surroundings, digest, restore, same, state
 from .update import Update
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Where a `fn` is being run: the index of its update, its target, and whether this is a replay."""
-
-    update: int
-    target: str
-    replaying: bool
-
-
-class _Frame:
-    """One running `fn`. `remembered` is None where there will be no replay."""
-
-    __slots__ = ("phase", "remembered", "generators", "recalled")
-
-    def __init__(self, phase: Phase, remembered: list[Any] | None, generators: Sequence[torch.Generator]) -> None:
-        self.phase, self.remembered, self.generators, self.recalled = phase, remembered, generators, 0
-
-    def recall(self) -> tuple[Any, list[tuple[torch.Generator, Any]]]:
-        """What was remembered next in the forward: the value, and the generators it moved."""
-        assert self.remembered is not None
-        if self.recalled == len(self.remembered):
-            raise RuntimeError(
-                f"update {self.phase.update} (target {self.phase.target!r}) calls remember() more often in its replay "
-                f"than in its forward ({self.recalled} times): fn is not deterministic"
-            )
-        self.recalled += 1
-        return self.remembered[self.recalled - 1]
-
-
-class _Frames(threading.local):
-    """The running `fn`s of this thread, outermost first: a reversible network may run inside a `fn` of another."""
-
-    def __init__(self) -> None:
-        self.stack: list[_Frame] = []
-
-
-_frames = _Frames()
-
-
-def running(
-    index: int,
-    update: Update,
-    function: Callable[[], T],
-    remembered: list[Any] | None,
-    generators: Sequence[torch.Generator] = (),
-    replaying: bool = False,
-) -> T:
-    """Call `function`, and say to `phase` and `remember` which `fn` it is; also in the traceback, if it fails."""
-    frame = _Frame(Phase(index, update.target, replaying), remembered, generators)
-    _frames.stack.append(frame)
-    try:
-        out = function()
-        if replaying and remembered is not None and frame.recalled != len(remembered):
-            raise RuntimeError(
-                f"{update.label(index)} calls remember() {frame.recalled} times in its replay and "
-                f"{len(remembered)} times in its forward: fn is not deterministic"
-            )
-        return out
-    except Exception as error:
-        error.add_note(f"retrograd: in {update.label(index)}, {'replayed in the backward' if replaying else 'forward'}")
-        if "saved tensor hooks" in str(error):
-            error.add_note("retrograd: torch.func cannot run inside a reversed update; give this one policy=Keep()")
-        raise
-    finally:
-        _frames.stack.pop()
-
-
-def phase() -> Phase | None:
-    """Which update runs, and whether this is its forward or its replay. None outside a program.
-
-    >>> import retrograd as rg
-    >>> def fn(b):
-    ...     print(rg.phase())
-    ...     return b
-    >>> _ = rg.run([rg.Update("a", fn, "b")], {"a": torch.zeros(1), "b": torch.ones(1)})
-    Phase(update=0, target='a', replaying=False)
-    """
-    return _frames.stack[-1].phase if _frames.stack else None
-
-
-def remember(compute: Callable[[], T]) -> T:
-    """Run `compute` in the forward and return the very same value in the replay.
-
-    For discrete choices (hash buckets, expert routing, top-k): a reconstructed input differs in its last bits, and a
-    choice taken twice could differ with it. `compute` runs without grad; what it returns is stored until the backward.
-
-    >>> import retrograd as rg
-    >>> def route(x):
-    ...     expert = rg.remember(lambda: x.argmax(-1))
-    ...     return x * torch.nn.functional.one_hot(expert, x.shape[-1])
-    >>> rg.run([rg.Update("a", route, "b")], {"a": torch.zeros(2), "b": torch.tensor([1.0, 3.0])})["a"]
-    tensor([0., 3.])
-    """
-    frames = [frame for frame in _frames.stack if frame.remembered is not None]
-    # The outermost replay decides: what runs inside it, forward or backward, must repeat what ran then.
-    recalled = [frame.recall() for frame in frames if frame.phase.replaying]
-    if recalled:
-        value, drawn = recalled[0]
-        for generator, after in drawn:
-            restore(generator, after)
-    else:
-        value, drawn = _computed(compute, frames)
-    for frame in frames:
-        if not frame.phase.replaying:
-            frame.remembered.append((value, drawn))  # type: ignore[union-attr]
-    return value
-
-
-def _computed(compute: Callable[[], T], frames: list[_Frame]) -> tuple[T, list[tuple[torch.Generator, Any]]]:
-    """What `compute` returns, and the generators it moved: what is drawn next, a replay must draw from there too."""
-    recording = current()
-    if isinstance(recording, Capture):
-        with torch.no_grad():
-            return compute(), recording.twin()
-    drawing = {*default_generators(), *(generator for frame in frames for generator in frame.generators)}
-    before = [state(generator) for generator in drawing]
-    with torch.no_grad():
-        value = compute()
-    drawn = [(g, state(g)) for g, seen in zip(drawing, before, strict=True) if not same(state(g), seen)]
-    if isinstance(recording, Rehearsal):
-        recording.note("remember()", drawn)
-    return value, drawn
 
 
 class Call:

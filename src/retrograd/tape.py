@@ -1,15 +1,14 @@
 """The tape: one call of one reversed piece of a program, from its forward to the end of its last backward.
 
-Each entry runs its update inside saved-tensor hooks that store slot numbers; the exit node saves the final streams;
-in a backward pass, a reversal replays the entries from the last to the first and serves the slots. With engine.py
-this is all the autograd code there is; the rules cited here are listed there.
+Each entry (entry.py) runs its update inside saved-tensor hooks that store slot numbers; the exit node saves the final
+streams; in a backward pass, a reversal replays the entries from the last to the first and serves the slots. With
+engine.py and entry.py this is all the autograd code there is; the rules cited here are listed in engine.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import sys
 import threading
 import weakref
@@ -19,200 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .alarms import DriftWatch, RangeAlarms, settle_drifts
-from .auto import Learned, Stopwatch, key_of
+from .auto import Learned
+from .entry import Entry, Flat, Saved
 from .joins import Add, Affine, ExactAdd, Scale
 from .policies import Reverse
-from .replay import Call
 from .streams import version
 from .surroundings import Surroundings, transformed
 from .update import Step
 
-Flat = dict[str, list[Tensor]]
-"""The tensors of each stream. The dict changes as a program runs; the lists in it never do."""
-
-Slot = tuple[torch.Size, torch.dtype, torch.device]
-"""What forward and replay must agree on for each saved tensor (R7)."""
-
-_slot: Callable[[Tensor], Slot] = operator.attrgetter("shape", "dtype", "device")
-
 _JOINS = (Add, Affine, ExactAdd, Scale)
 
 _NOTHING = contextlib.nullcontext()
-
-
-class Saved:
-    """What autograd saves while `fn` runs: as hooks, it puts slot numbers into the graph and the tensors here."""
-
-    __slots__ = ("tensors", "versions", "left")
-
-    def __init__(self) -> None:
-        self.tensors: list[Any] = []  # None once it is taken
-        self.versions: list[int] = []
-        self.left = 0  # not taken
-
-    def pack(self, tensor: Tensor) -> int:
-        slot = self.left
-        self.left = slot + 1
-        self.tensors.append(tensor)
-        self.versions.append(tensor._version)
-        return slot
-
-    def moved(self) -> Saved:
-        """The same in another object, and nothing here. The hooks hold this one, the graph holds the hooks, and the
-        tensors hold the graph: together they would never die."""
-        other = Saved()
-        other.tensors, other.versions, other.left = self.tensors, self.versions, self.left
-        self.tensors = []
-        return other
-
-    def __getitem__(self, slot: int) -> Tensor:
-        """A tensor, if nobody has changed it in place since it was saved: what autograd demands."""
-        tensor = self.tensors[slot]
-        if tensor._version != self.versions[slot]:
-            raise RuntimeError(
-                "a tensor that fn saved for its backward was changed in place afterwards "
-                f"(shape {tuple(tensor.shape)}, version {tensor._version}, expected {self.versions[slot]})"
-            )
-        return tensor
-
-    def drop(self, slot: int) -> None:
-        """Release a tensor."""
-        self.tensors[slot] = None
-        self.left -= 1
-
-
-class Entry:
-    """A step on a tape: what its replay needs, and what its replay must save."""
-
-    __slots__ = (
-        "step",
-        "call",
-        "source_grads",
-        "target_grads",
-        "slots",
-        "fn_slots",
-        "versions",
-        "bases",
-        "saving",
-        "live",
-        "kept",
-    )
-
-    def __init__(self, step: Step, policy: Reverse, surroundings: Surroundings) -> None:
-        self.step = step
-        self.call = Call(step.index, step.update, surroundings)
-        self.saving = create_selective_checkpoint_contexts(list(policy.save)) if policy.save else None
-        self.live: Saved | None = None  # while fn runs: it may differentiate inside
-        self.kept: tuple[Saved, list[list[Tensor]]] | None = (
-            None  # what was saved and returned, if it cannot be replayed
-        )
-
-    def run(
-        self,
-        flat: Flat,
-        unpack: Callable[[int], Tensor],
-        states: list[Any],
-        alarms: RangeAlarms | None,
-        learned: Learned | None,
-    ) -> None:
-        """The update, inside hooks that store slot numbers in place of tensors."""
-        step, update = self.step, self.step.update
-        sources, target = [flat[name] for name in update.sources], flat[update.target]
-        self.source_grads = [[leaf.requires_grad for leaf in leaves] for leaves in sources]
-        self.target_grads = [leaf.requires_grad for leaf in target]
-        saved = self.live = Saved()
-        key = None if learned is None else key_of(update.fn)
-        watch = None
-        if learned is not None and key in learned.saved and key not in learned.took:
-            watch = Stopwatch(learned.device)  # its second call: a first one warms up
-        try:
-            with saved_tensors_hooks(saved.pack, unpack):
-                parts, replayable = self.call.forward(lambda: self._called(sources, target, 0), states)
-                self.fn_slots = saved.left
-                flat[update.target] = step.join(target, parts, alarms)
-            self.slots, self.versions = list(map(_slot, saved.tensors)), saved.versions
-            self.bases = [weakref.ref(_base(tensor)) for tensor in saved.tensors]
-            if watch is not None:
-                watch.stop()
-                learned.took[key] = watch  # type: ignore[union-attr]
-            elif learned is not None and key not in learned.saved:
-                learned.learn(key, saved.tensors, self.call.outside())
-            if not replayable:
-                saved.tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in saved.tensors]
-                self.kept = saved, [[leaf.detach() for leaf in part] for part in parts]
-        finally:
-            self.live = None
-            if self.kept is None:
-                saved.tensors = []
-
-    def replay(self, streams: Flat, *, undone: bool = False) -> tuple[Saved, list[Tensor]]:
-        """Run `fn` again: what it saves, and the target as it was before the update (`undone`: it is that already)."""
-        step, update = self.step, self.step.update
-        target = streams[update.target]
-        saved = Saved()
-        if self.kept is not None:
-            kept, parts = self.kept
-            saved.tensors, saved.versions, saved.left = [*kept.tensors], kept.versions, len(kept.tensors)
-            return saved, target if undone else step.unjoin(target, parts)
-        sources = [fresh(streams[name], needs) for name, needs in zip(update.sources, self.source_grads, strict=True)]
-        try:
-            with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.__getitem__):
-                parts = self.call.replay(lambda: self._called(sources, target, 1))
-                with torch.no_grad():
-                    before = target if undone else step.unjoin(target, parts)
-                if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what
-                    step.join(fresh(before, self.target_grads), parts)
-            self.verify(saved)
-        finally:
-            saved = saved.moved()
-        return saved, before
-
-    def _called(self, sources: list[list[Tensor]], target: list[Tensor], context: int) -> list[list[Tensor]]:
-        """`fn`, with the outputs of the operators that the policy saves stored (context 0) or taken from there (1)."""
-        with _NOTHING if self.saving is None else self.saving[context]:
-            return self.step.call(sources, target)
-
-    def verify(self, saved: Saved) -> None:
-        """R7: the replay saved what the forward saved, and what is still the same tensor has not changed."""
-        slots = list(map(_slot, saved.tensors))
-        if slots == self.slots:
-            if saved.versions != self.versions:
-                self._verify_versions(saved)
-            return
-        differing = [
-            f"saved tensor {i} was {tuple(a[0])} {a[1]} on {a[2]}, now {tuple(b[0])} {b[1]} on {b[2]}"
-            for i, (a, b) in enumerate(zip(self.slots, slots, strict=False))
-            if a != b
-        ]
-        raise RuntimeError(
-            f"{self} is not deterministic: its replay saved {len(slots)} tensors, its forward {len(self.slots)}"
-            + (f" ({differing[0]})" if differing else "")
-            + ". fn must do the same in both passes: take choices that depend on the data through remember(), avoid "
-            "state outside parameters and buffers, or give this update policy=Keep()"
-        )
-
-    def _verify_versions(self, saved: Saved) -> None:
-        """A stream is another tensor in the replay, and may have another version."""
-        for tensor, base, now, then in zip(saved.tensors, self.bases, saved.versions, self.versions, strict=True):
-            if now != then and base() is _base(tensor):
-                raise RuntimeError(f"{self}: a tensor that fn reads was changed in place between forward and backward")
-
-    def __str__(self) -> str:
-        return self.step.update.label(self.step.index)
-
-
-def _base(tensor: Tensor) -> Tensor:
-    """The tensor that it is a view of, or itself: they have one version."""
-    return tensor if (base := tensor._base) is None else base
-
-
-def fresh(leaves: list[Tensor], needs: list[bool]) -> list[Tensor]:
-    """The same values as new leaves of a graph."""
-    return [leaf.detach().requires_grad_(needed) for leaf, needed in zip(leaves, needs, strict=True)]
 
 
 class Tape:
@@ -310,21 +128,24 @@ class Reversal:
 
     def serve(self, position: int, slot: int) -> Tensor:
         """A saved tensor of one update, reversing up to there if need be; it is released as it is taken."""
+        saved = self.captured.get(position)
+        if saved is None or saved.tensors[slot] is None:
+            saved = self._captured(position, slot)
+        try:
+            tensor = saved[slot]
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.entries[position]}: {error}") from None
+        saved.tensors[slot] = None
+        return tensor
+
+    def _captured(self, position: int, slot: int) -> Saved:
+        """What an update saves, from a replay."""
         with self.lock:
             while self.position > position:
                 self._forget(self.entries[position].slots[slot][2])
                 self._step_back(passing=self.position - 1 > position)
             saved = self.captured.get(position)
-            if saved is None or saved.tensors[slot] is None:
-                saved = self._again(position)
-            try:
-                tensor = saved[slot]
-            except RuntimeError as error:
-                raise RuntimeError(f"{self.entries[position]}: {error}") from None
-            saved.drop(slot)
-            if not saved.left:
-                del self.captured[position]
-            return tensor
+            return self._again(position) if saved is None or saved.tensors[slot] is None else saved
 
     def _step_back(self, *, passing: bool) -> None:
         """Reverse one update. `passing`: only to get to an earlier one, since nobody asked for what this one saved."""
@@ -346,10 +167,14 @@ class Reversal:
         Autograd runs the nodes of one device from the last to the first, so none of it will be asked for any more.
         """
         for position, saved in list(self.captured.items()):
+            untaken = False
             for slot, tensor in enumerate(saved.tensors):
-                if tensor is not None and tensor.device == device:
-                    saved.drop(slot)
-            if not saved.left:
+                if tensor is not None:
+                    if tensor.device == device:
+                        saved.tensors[slot] = None
+                    else:
+                        untaken = True
+            if not untaken:
                 del self.captured[position]
 
     def _again(self, position: int) -> Saved:

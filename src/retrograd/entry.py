@@ -1,0 +1,199 @@
+"""One update on a tape: its forward inside hooks that store slot numbers, its replay, and what the two must agree on.
+
+An entry notes what `fn` saves in the forward without holding it; the replay saves it again, and is refused if that is
+not the same (R7). The rules cited here are listed in engine.py; which entry is replayed when is decided in tape.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from .alarms import RangeAlarms
+from .auto import Learned, Stopwatch, key_of
+from .policies import Reverse
+from .replay import Call
+from .surroundings import Surroundings
+from .update import Step
+
+Flat = dict[str, list[Tensor]]
+"""The tensors of each stream. The dict changes as a program runs; the lists in it never do."""
+
+Slot = tuple[torch.Size, torch.dtype, torch.device]
+"""What forward and replay must agree on for each saved tensor (R7)."""
+
+_slot: Callable[[Tensor], Slot] = operator.attrgetter("shape", "dtype", "device")
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Saved:
+    """What autograd saves while `fn` runs: as hooks, it puts slot numbers into the graph and the tensors here."""
+
+    __slots__ = ("tensors", "versions")
+
+    def __init__(self) -> None:
+        self.tensors: list[Any] = []  # None once it is taken
+        self.versions: list[int] = []
+
+    def pack(self, tensor: Tensor) -> int:
+        tensors = self.tensors
+        tensors.append(tensor)
+        self.versions.append(tensor._version)
+        return len(tensors) - 1
+
+    def moved(self) -> Saved:
+        """The same in another object, and nothing here. The hooks hold this one, the graph holds the hooks, and the
+        tensors hold the graph: together they would never die."""
+        other = Saved()
+        other.tensors, other.versions = self.tensors, self.versions
+        self.tensors = []
+        return other
+
+    def __getitem__(self, slot: int) -> Tensor:
+        """A tensor, if nobody has changed it in place since it was saved: what autograd demands."""
+        tensor = self.tensors[slot]
+        if tensor._version != self.versions[slot]:
+            raise RuntimeError(
+                "a tensor that fn saved for its backward was changed in place afterwards "
+                f"(shape {tuple(tensor.shape)}, version {tensor._version}, expected {self.versions[slot]})"
+            )
+        return tensor
+
+
+class Entry:
+    """A step on a tape: what its replay needs, and what its replay must save."""
+
+    __slots__ = (
+        "step",
+        "call",
+        "source_grads",
+        "target_grads",
+        "slots",
+        "fn_slots",
+        "versions",
+        "bases",
+        "saving",
+        "live",
+        "kept",
+    )
+
+    def __init__(self, step: Step, policy: Reverse, surroundings: Surroundings) -> None:
+        self.step = step
+        self.call = Call(step.index, step.update, surroundings)
+        self.saving = create_selective_checkpoint_contexts(list(policy.save)) if policy.save else None
+        self.live: Saved | None = None  # while fn runs: it may differentiate inside
+        self.kept: tuple[Saved, list[list[Tensor]]] | None = (
+            None  # what was saved and returned, if it cannot be replayed
+        )
+
+    def run(
+        self,
+        flat: Flat,
+        unpack: Callable[[int], Tensor],
+        states: list[Any],
+        alarms: RangeAlarms | None,
+        learned: Learned | None,
+    ) -> None:
+        """The update, inside hooks that store slot numbers in place of tensors."""
+        step, update = self.step, self.step.update
+        sources, target = [flat[name] for name in update.sources], flat[update.target]
+        self.source_grads = [[leaf.requires_grad for leaf in leaves] for leaves in sources]
+        self.target_grads = [leaf.requires_grad for leaf in target]
+        saved = self.live = Saved()
+        key = None if learned is None else key_of(update.fn)
+        watch = None
+        if learned is not None and key in learned.saved and key not in learned.took:
+            watch = Stopwatch(learned.device)  # its second call: a first one warms up
+        try:
+            with saved_tensors_hooks(saved.pack, unpack):
+                parts, replayable = self.call.forward(lambda: self._called(sources, target, 0), states)
+                self.fn_slots = len(saved.tensors)
+                flat[update.target] = step.join(target, parts, alarms)
+            self.slots, self.versions = list(map(_slot, saved.tensors)), saved.versions
+            self.bases = [weakref.ref(_base(tensor)) for tensor in saved.tensors]
+            if watch is not None:
+                watch.stop()
+                learned.took[key] = watch  # type: ignore[union-attr]
+            elif learned is not None and key not in learned.saved:
+                learned.learn(key, saved.tensors, self.call.outside())
+            if not replayable:
+                saved.tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in saved.tensors]
+                self.kept = saved, [[leaf.detach() for leaf in part] for part in parts]
+        finally:
+            self.live = None
+            if self.kept is None:
+                saved.tensors = []
+
+    def replay(self, streams: Flat, *, undone: bool = False) -> tuple[Saved, list[Tensor]]:
+        """Run `fn` again: what it saves, and the target as it was before the update (`undone`: it is that already)."""
+        step, update = self.step, self.step.update
+        target = streams[update.target]
+        saved = Saved()
+        if self.kept is not None:
+            kept, parts = self.kept
+            saved.tensors, saved.versions = [*kept.tensors], kept.versions
+            return saved, target if undone else step.unjoin(target, parts)
+        sources = [fresh(streams[name], needs) for name, needs in zip(update.sources, self.source_grads, strict=True)]
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.__getitem__):
+                parts = self.call.replay(lambda: self._called(sources, target, 1))
+                with torch.no_grad():
+                    before = target if undone else step.unjoin(target, parts)
+                if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what
+                    step.join(fresh(before, self.target_grads), parts)
+            self.verify(saved)
+        finally:
+            saved = saved.moved()
+        return saved, before
+
+    def _called(self, sources: list[list[Tensor]], target: list[Tensor], context: int) -> list[list[Tensor]]:
+        """`fn`, with the outputs of the operators that the policy saves stored (context 0) or taken from there (1)."""
+        with _NOTHING if self.saving is None else self.saving[context]:
+            return self.step.call(sources, target)
+
+    def verify(self, saved: Saved) -> None:
+        """R7: the replay saved what the forward saved, and what is still the same tensor has not changed."""
+        slots = list(map(_slot, saved.tensors))
+        if slots == self.slots:
+            if saved.versions != self.versions:
+                self._verify_versions(saved)
+            return
+        differing = [
+            f"saved tensor {i} was {tuple(a[0])} {a[1]} on {a[2]}, now {tuple(b[0])} {b[1]} on {b[2]}"
+            for i, (a, b) in enumerate(zip(self.slots, slots, strict=False))
+            if a != b
+        ]
+        raise RuntimeError(
+            f"{self} is not deterministic: its replay saved {len(slots)} tensors, its forward {len(self.slots)}"
+            + (f" ({differing[0]})" if differing else "")
+            + ". fn must do the same in both passes: take choices that depend on the data through remember(), avoid "
+            "state outside parameters and buffers, or give this update policy=Keep()"
+        )
+
+    def _verify_versions(self, saved: Saved) -> None:
+        """A stream is another tensor in the replay, and may have another version."""
+        for tensor, base, now, then in zip(saved.tensors, self.bases, saved.versions, self.versions, strict=True):
+            if now != then and base() is _base(tensor):
+                raise RuntimeError(f"{self}: a tensor that fn reads was changed in place between forward and backward")
+
+    def __str__(self) -> str:
+        return self.step.update.label(self.step.index)
+
+
+def _base(tensor: Tensor) -> Tensor:
+    """The tensor that it is a view of, or itself: they have one version."""
+    return tensor if (base := tensor._base) is None else base
+
+
+def fresh(leaves: list[Tensor], needs: list[bool]) -> list[Tensor]:
+    """The same values as new leaves of a graph."""
+    return [leaf.detach().requires_grad_(needed) for leaf, needed in zip(leaves, needs, strict=True)]
