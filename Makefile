@@ -33,7 +33,7 @@ docs: .venv/installed
 	$(BIN)/zensical serve
 
 bench: .venv/installed benchmarks/.peers
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench.py --config tiny --device cpu --without 'compile*' '*-compiled'
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench.py --config small --device cpu --without 'compile*' '*-compiled'
 
 benchmarks/.peers: benchmarks/requirements-peers.txt
 	$(BIN)/pip install --quiet --no-deps --target $@ --requirement $<

@@ -1,4 +1,4 @@
-"""Run every contender, one process each, and write a dated result file: `python benchmarks/bench.py --config tiny`.
+"""Run every contender, one process each, and write a dated result file: `python benchmarks/bench.py --config small`.
 
 What is measured is in configurations.py, who competes in contenders.py, how in worker.py; report.py makes the table
 and the plots. Results are written after each contender, so whatever breaks later costs nothing already measured.
@@ -57,7 +57,7 @@ def arguments() -> argparse.Namespace:
     if unknown := set(options.config) - set(CONFIGURATIONS):
         parser.error(f"no configuration {', '.join(sorted(unknown))}; there are {', '.join(CONFIGURATIONS)}")
     if not (options.config or options.special):
-        options.config = ["tiny"]
+        options.config = ["small"]
     return options
 
 
