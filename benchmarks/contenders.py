@@ -183,6 +183,11 @@ def reverse_compiled(blocks: Blocks, x: Tensor) -> Network:
     return rg.ReversibleSequence(each_compiled(blocks))
 
 
+@contender("reverse-output", 'retrograd Reverse(save="output")')
+def reverse_output(blocks: Blocks, x: Tensor) -> Network:
+    return rg.ReversibleSequence(blocks, policy=made("Reverse", save="output"))
+
+
 @contender("reverse-attention", 'retrograd Reverse(save="attention")')
 def reverse_attention(blocks: Blocks, x: Tensor) -> Network:
     return rg.ReversibleSequence(blocks, policy=made("Reverse", save="attention"))

@@ -32,6 +32,7 @@ SHORT = {  # names in a plot, where the contender's own is no word
     "reverse-graphed": "Reverse in a graph",
     "reverse-half": "half Keep",
     "reverse-momentum": "Momentum",
+    "reverse-output": 'Reverse(save="output")',
 }
 KINDS = {"retrograd": ("o", "tab:green"), "others": ("x", "tab:gray"), "wrong gradients": ("x", "tab:red")}
 UNDRAWN = ("exact-keep", "momentumnet-kept")  # only there for others to be compared with

@@ -147,7 +147,14 @@ def test_leaving_the_range_raises_in_the_backward():
 
 @pytest.mark.parametrize(
     "policy",
-    [rg.Reverse(), rg.Reverse(anchor_every=3), rg.Reverse(save="attention"), rg.Offload(0), rg.Auto("1GiB")],
+    [
+        rg.Reverse(),
+        rg.Reverse(anchor_every=3),
+        rg.Reverse(save="output"),
+        rg.Reverse(save="attention"),
+        rg.Offload(0),
+        rg.Auto("1GiB"),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import retrograd as rg
 from retrograd.measure import LiveBytes
@@ -53,6 +54,7 @@ POLICIES = [
     rg.Keep(),
     rg.Reverse(),
     rg.Reverse(anchor_every=3),
+    rg.Reverse(save="output"),
     rg.Reverse(save="attention"),
     rg.Reverse(save="attention", anchor_every=2),
     rg.Reverse(watch=1e-3),
@@ -100,8 +102,6 @@ def test_calls_of_fn(policy, replays):
 
 class TestSave:
     def test_the_operator_runs_once(self):
-        from torch.utils._python_dispatch import TorchDispatchMode
-
         class Count(TorchDispatchMode):
             attention = 0
 
@@ -145,7 +145,7 @@ class TestSave:
 
     @pytest.mark.parametrize("save", ["attenton", "aten.no_such_operator", [torch.sin], 3, ["mm", None]])
     def test_what_does_not_exist_is_refused_where_it_is_written(self, save):
-        with pytest.raises(ValueError, match="save must be 'attention' or operators"):
+        with pytest.raises(ValueError, match="save must be 'output', 'attention' or operators"):
             rg.Reverse(save=save)
 
     def test_names_and_operators_are_the_same(self):
@@ -278,6 +278,152 @@ class TestAuto:
     def test_it_is_for_whole_programs(self):
         with pytest.raises(TypeError, match="policy must be one that an update can have"):
             rg.Update("a", torch.sin, "b", policy=rg.Auto("1GiB"))
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products in a forward or a replay."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        return func(*args, **(kwargs or {}))
+
+
+class TestSaveOutput:
+    """`save="output"`: a replay ends with the last tensor that is saved."""
+
+    @staticmethod
+    def products(policy) -> int:
+        net, x = network(depth=3, policy=policy), torch.randn(2, 6, 16, requires_grad=True)
+        loss = net(x).sum()
+        with Products() as products:
+            loss.backward()
+        return products.count
+
+    def test_the_last_product_of_each_fn_is_not_run_again(self):
+        kept = self.products(rg.Keep())
+        assert self.products(rg.Reverse()) == kept + 3 * 4  # two of the attention, two of the feed-forward
+        assert self.products(rg.Reverse(save="output")) == kept + 3 * 2
+
+    def test_it_costs_the_outputs(self):
+        peaks = [
+            peak_bytes(network(depth, policy=rg.Reverse(save="output")), torch.randn(2, 6, 16)) for depth in (4, 12)
+        ]
+        assert peaks[1] - peaks[0] == 2 * 8 * (2 * 6 * 16 * 4)
+
+    @pytest.mark.parametrize("again", [False, True])
+    def test_outputs_are_let_go_of_as_the_backward_goes_on(self, again):
+        """All but the first update's, which waits for this hook; with `retain_graph` none."""
+        net, x = network(depth=4, policy=rg.Reverse(save="output")), torch.randn(2, 6, 16, requires_grad=True)
+        with LiveBytes() as memory:
+            loss = net(x).square().mean()
+            held: list[int] = []
+            x.register_hook(lambda grad: held.append(memory.live))
+            before = memory.live
+            torch.autograd.grad(loss, x, retain_graph=again)
+        output = 2 * 6 * 16 * 4
+        assert (before - held[0] > 5 * output) is not again
+
+    def test_a_second_backward(self):
+        net, x = network(policy=rg.Reverse(save="output")).double(), torch.randn(2, 6, 16, dtype=torch.double)
+        loss = net(x).sin().sum()
+        first = torch.autograd.grad(loss, [*net.parameters()], retain_graph=True)
+        with Products() as products:
+            second = torch.autograd.grad(loss, [*net.parameters()])
+        for a, b in zip(first, second, strict=True):
+            torch.testing.assert_close(a, b)
+        assert products.count == self.products(rg.Reverse(save="output")) // 3 * 4  # four blocks, not three
+
+    def test_where_they_are_gone_all_is_replayed(self):
+        """A first pass goes on to the input and frees the graph; a second one wants a weight that it left out."""
+        linear, x = nn.Linear(4, 4).double(), torch.randn(3, 4, dtype=torch.double, requires_grad=True)
+
+        def grads(policy):
+            def fn(b):
+                return linear(b.sin()).sin()
+
+            out = rg.run([rg.Update("a", fn, "b"), rg.Update("b", fn, "a")], {"a": x, "b": x}, policy=policy)
+            loss = (out["a"] * out["b"]).sum()
+            found = torch.autograd.grad(loss, x, create_graph=True)
+            return torch.autograd.grad(found[0].square().sum(), [x, *linear.parameters()])
+
+        for a, b in zip(grads(rg.Reverse(save="output")), grads(rg.Keep()), strict=True):
+            torch.testing.assert_close(a, b)
+
+    def test_an_output_that_is_changed_afterwards_is_not_used(self):
+        made: list[torch.Tensor] = []
+        x = torch.randn(3, 4, dtype=torch.double, requires_grad=True)
+
+        def kept_aside(b):
+            made.append(b.sin())
+            return made[-1]
+
+        out = rg.run([rg.Update("a", kept_aside, "b")], {"a": x, "b": x}, policy=rg.Reverse(save="output"))
+        with torch.no_grad():
+            made[0].zero_()
+        torch.testing.assert_close(torch.autograd.grad(out["a"].sum(), x)[0], 1 + x.cos())
+
+    @pytest.mark.parametrize("join", [rg.Affine(), rg.Scale(0.9, 0.5), rg.ExactAdd(), rg.Add()], ids=str)
+    def test_with_each_join(self, join):
+        class Parts(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(4, 8 if join.parts == 2 else 4).double()
+
+            def forward(self, b):
+                out = self.linear(b.sin())
+                return out.chunk(2, -1) if join.parts == 2 else out
+
+        f, g = Parts(), Parts()
+        x = torch.randn(3, 4, dtype=torch.double, requires_grad=True)
+
+        def grads(policy):
+            updates = [rg.Update("a", f, "b", join=join), rg.Update("b", g, "a", join=join)] * 3
+            out = rg.run(updates, {"a": x, "b": x}, policy=policy)
+            return torch.autograd.grad((out["a"] * out["b"]).sum(), [x, *f.parameters(), *g.parameters()])
+
+        for a, b in zip(grads(rg.Reverse(save="output")), grads(rg.Keep()), strict=True):
+            torch.testing.assert_close(a, b)
+
+    def test_a_fn_that_saves_nothing_and_a_fn_that_catches_everything(self):
+        def careful(b):
+            try:
+                return b.sin().exp()
+            except Exception:
+                return b
+
+        x = torch.randn(3, 4, dtype=torch.double, requires_grad=True)
+        updates = [rg.Update("a", careful, "b"), rg.Update("b", lambda a: a * 2, "a"), rg.Update("a", careful, "b")]
+        found = []
+        for policy in (rg.Reverse(save="output"), rg.Keep()):
+            out = rg.run(updates, {"a": x, "b": x}, policy=policy)
+            found.append(torch.autograd.grad((out["a"] * out["b"]).sum(), x)[0])
+        torch.testing.assert_close(*found)
+
+    def test_what_the_replay_changes_is_put_back(self):
+        """The end of `fn` is not reached, and what comes after the backward is as it was."""
+        net = rg.ReversibleSequence(
+            [(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)), nn.Tanh())],
+            policy=rg.Reverse(save="output"),
+        )
+        loss = net(torch.randn(8, 4)).sum()
+        net.eval()
+        random, state = torch.get_rng_state(), copy.deepcopy(net.state_dict())
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), random)
+        assert not any(module.training for module in net.modules())
+        assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
+
+    def test_compiled_networks(self):
+        net, x = network(depth=2), torch.randn(2, 6, 16, requires_grad=True)
+        expected = gradients(net, x)
+        net.policy = rg.Reverse(save="output")
+        for f, g in net.pairs():
+            f.compile(backend="aot_eager")
+            g.compile(backend="aot_eager")
+        for a, b in zip(gradients(net, x), expected, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("k", [0, -2, 1.5, True, "4"])

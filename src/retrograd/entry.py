@@ -21,6 +21,7 @@ from .alarms import RangeAlarms
 from .auto import Learned, Stopwatch, key_of
 from .policies import Reverse
 from .replay import Call
+from .streams import versions
 from .surroundings import Surroundings
 from .update import Step
 
@@ -69,6 +70,58 @@ class Saved:
         return tensor
 
 
+class Outputs:
+    """What `fn` returned, stored: a replay then ends as soon as it has saved all (`Reverse(save="output")`)."""
+
+    __slots__ = ("parts", "versions", "__weakref__")
+
+    def __init__(self, parts: list[list[Tensor]]) -> None:
+        self.parts = [[leaf.detach().requires_grad_(leaf.requires_grad) for leaf in part] for part in parts]
+        self.versions = [versions(part) for part in self.parts]
+
+    def unchanged(self) -> bool:
+        return [versions(part) for part in self.parts] == self.versions
+
+
+class First(int):
+    """Slot 0 of an update whose outputs are stored: the graph holds it, and lets go of it as the backward goes on."""
+
+    outputs: Outputs
+
+
+class Storing(Saved):
+    """The hooks of such an update in its forward."""
+
+    __slots__ = ("first",)
+
+    def pack(self, tensor: Tensor) -> int:
+        slot = super().pack(tensor)
+        if slot:
+            return slot
+        self.first = First()
+        return self.first
+
+
+class Enough(BaseException):
+    """A replay has saved all that the forward saved. No Exception: `fn` may catch those."""
+
+
+class UntilEnough(Saved):
+    """The hooks of a replay that ends there."""
+
+    __slots__ = ("wanted",)
+
+    def __init__(self, wanted: int) -> None:
+        super().__init__()
+        self.wanted = wanted
+
+    def pack(self, tensor: Tensor) -> int:
+        slot = super().pack(tensor)
+        if slot + 1 == self.wanted:
+            raise Enough(self)
+        return slot
+
+
 class Entry:
     """A step on a tape: what its replay needs, and what its replay must save."""
 
@@ -82,6 +135,8 @@ class Entry:
         "versions",
         "bases",
         "saving",
+        "storing",
+        "outputs",
         "live",
         "kept",
     )
@@ -89,7 +144,10 @@ class Entry:
     def __init__(self, step: Step, policy: Reverse, surroundings: Surroundings) -> None:
         self.step = step
         self.call = Call(step.index, step.update, surroundings)
-        self.saving = create_selective_checkpoint_contexts(list(policy.save)) if policy.save else None
+        operators = policy.save if isinstance(policy.save, tuple) else ()
+        self.saving = create_selective_checkpoint_contexts(list(operators)) if operators else None
+        self.storing = policy.save == "output"
+        self.outputs: Callable[[], Outputs | None] = lambda: None  # as long as the graph holds them
         self.live: Saved | None = None  # while fn runs: it may differentiate inside
         self.kept: tuple[Saved, list[list[Tensor]]] | None = (
             None  # what was saved and returned, if it cannot be replayed
@@ -108,7 +166,7 @@ class Entry:
         sources, target = [flat[name] for name in update.sources], flat[update.target]
         self.source_grads = [[leaf.requires_grad for leaf in leaves] for leaves in sources]
         self.target_grads = [leaf.requires_grad for leaf in target]
-        saved = self.live = Saved()
+        saved = self.live = Storing() if self.storing else Saved()
         key = None if learned is None else key_of(update.fn)
         watch = None
         if learned is not None and key in learned.saved and key not in learned.took:
@@ -128,6 +186,10 @@ class Entry:
             if not replayable:
                 saved.tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in saved.tensors]
                 self.kept = saved, [[leaf.detach() for leaf in part] for part in parts]
+            elif isinstance(saved, Storing) and self.fn_slots and not self.call.sharding():
+                saved.first.outputs = Outputs(parts)
+                self.outputs = weakref.ref(saved.first.outputs)
+                del saved.first
         finally:
             self.live = None
             if self.kept is None:
@@ -137,15 +199,21 @@ class Entry:
         """Run `fn` again: what it saves, and the target as it was before the update (`undone`: it is that already)."""
         step, update = self.step, self.step.update
         target = streams[update.target]
-        saved = Saved()
         if self.kept is not None:
-            kept, parts = self.kept
+            (kept, parts), saved = self.kept, Saved()
             saved.tensors, saved.versions = [*kept.tensors], kept.versions
             return saved, target if undone else step.unjoin(target, parts)
+        outputs = self.outputs()
+        saved = Saved() if outputs is None or not outputs.unchanged() else UntilEnough(self.fn_slots)
         sources = [fresh(streams[name], needs) for name, needs in zip(update.sources, self.source_grads, strict=True)]
         try:
             with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.__getitem__):
-                parts = self.call.replay(lambda: self._called(sources, target, 1))
+                try:
+                    parts = self.call.replay(lambda: self._called(sources, target, 1))
+                except Enough as enough:
+                    if enough.args[0] is not saved:
+                        raise
+                    parts = outputs.parts  # type: ignore[union-attr]
                 with torch.no_grad():
                     before = target if undone else step.unjoin(target, parts)
                 if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what

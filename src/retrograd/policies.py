@@ -26,6 +26,10 @@ class Reverse(Policy):
     return, so that the replay does not run them again. It pays where they are expensive and their outputs small: long
     sequences. (Through torch's selective checkpointing; one backward per forward.)
 
+    `save="output"` stores what `fn` returns. A replay then ends as soon as it has saved what the forward saved, and
+    need not run the products at the end of `fn`: as fast as checkpointing, for less memory. What `fn` does after that
+    (forward hooks, say) does not happen in the replay.
+
     `watch=1e-3` compares, in each backward, a few hundred values of the streams that entered with their
     reconstruction: constant memory, no waiting for the device. Where the relative error is larger, it warns once, or
     raises (`on_drift="raise"`, which does wait at the end of the backward). `last_drift()` tells the error.
@@ -50,7 +54,7 @@ class Reverse(Policy):
         if self.on_drift not in ("warn", "raise"):
             raise ValueError(f"Reverse: on_drift must be 'warn' or 'raise', not {self.on_drift!r}")
         if self.save is not None:
-            object.__setattr__(self, "save", _operators(self.save))
+            object.__setattr__(self, "save", _saved(self.save))
 
 
 _ATTENTION = (
@@ -62,8 +66,10 @@ _ATTENTION = (
 )
 
 
-def _operators(save: str | Sequence[Any]) -> tuple[Any, ...]:
-    """The operators to save, from their names or themselves; what does not exist is refused here."""
+def _saved(save: str | Sequence[Any]) -> Literal["output"] | tuple[Any, ...]:
+    """ "output", or the operators to save, from their names or themselves; what does not exist is refused here."""
+    if save == "output":
+        return "output"
     if save == "attention":
         found = [getattr(torch.ops.aten, name, None) for name in _ATTENTION]
         return tuple(packet.default for packet in found if packet is not None)
@@ -78,7 +84,8 @@ def _operators(save: str | Sequence[Any]) -> tuple[Any, ...]:
             operators.append(operator)
         else:
             raise ValueError(
-                f"Reverse: save must be 'attention' or operators such as torch.ops.aten.mm.default, not {save!r}"
+                "Reverse: save must be 'output', 'attention' or operators such as torch.ops.aten.mm.default, "
+                f"not {save!r}"
             )
     return tuple(operators)
 

@@ -205,13 +205,13 @@ class Call:
         weights = (p for module, _ in self.modes for p in module._parameters.values() if p is not None)
         return [*self.read, *weights]
 
+    def sharding(self) -> list[Any]:
+        """The modules whose parameters FSDP2 gathers and shards."""
+        return [module for module, _ in self.modes if hasattr(module, "reshard")]
+
     def sharded(self) -> list[Any]:
-        """The modules whose parameters FSDP2 holds in shards at this moment."""
-        return [
-            module
-            for module, _ in self.modes
-            if hasattr(module, "reshard") and any(_is_dtensor(p) for p in module.parameters())
-        ]
+        """Those whose parameters are shards at this moment."""
+        return [module for module in self.sharding() if any(_is_dtensor(p) for p in module.parameters())]
 
     def _changed(self) -> str | None:
         """What has changed in place of all that `fn` reads, in words."""

@@ -21,7 +21,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from .alarms import DriftWatch, RangeAlarms, settle_drifts
 from .auto import Learned
-from .entry import Entry, Flat, Saved
+from .entry import Entry, Flat, Saved, Storing, UntilEnough
 from .joins import Add, Affine, ExactAdd, Scale
 from .policies import Reverse
 from .streams import version
@@ -219,7 +219,7 @@ def _hide_from_dynamo() -> None:
     """A compiled fn calls the hooks where Dynamo watches, which would compile them too, anew for each slot."""
     from torch._dynamo.eval_frame import skip_code
 
-    for hook in (Saved.pack, Saved.__getitem__, Tape.serve):
+    for hook in (Saved.pack, Storing.pack, UntilEnough.pack, Saved.__getitem__, Tape.serve):
         skip_code(hook.__code__)
 
 

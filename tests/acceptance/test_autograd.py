@@ -16,7 +16,7 @@ from networks import WIDTH, Plain, assert_same, differs, feed_forward, gradients
 # torch's own: forward-mode differentiation compiles some formulas with torch.jit.
 forward_mode = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 
-POLICIES = [rg.Reverse(), rg.Reverse(anchor_every=2), rg.Keep()]
+POLICIES = [rg.Reverse(), rg.Reverse(anchor_every=2), rg.Reverse(save="output"), rg.Keep()]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)

@@ -321,8 +321,8 @@ def cross_entropy(model: nn.Module, rank: int, step: int) -> Tensor:
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def with_anchors(sequence: Sequence) -> nn.Module:
-    return Plain(pairs()) if sequence is Plain else rg.ReversibleSequence(pairs(), policy=rg.Reverse(anchor_every=2))
+def with_policy(policy: rg.Policy) -> Build:
+    return lambda sequence: Plain(pairs()) if sequence is Plain else rg.ReversibleSequence(pairs(), policy=policy)
 
 
 def with_shifts(sequence: Sequence) -> nn.Module:
@@ -407,16 +407,18 @@ def ddp_no_sync(rank: int) -> None:
     assert_same([gradients(model)], [gradients(plain)])
 
 
-@row
-def ddp_each_network(rank: int) -> None:
+@row(default={}, stored_outputs={"policy": rg.Reverse(save="output")})
+def ddp_each_network(rank: int, policy: rg.Policy = rg.Reverse()) -> None:
     """Every f and g is wrapped by itself, so that a replay runs the forward of DDP in the backward."""
 
     def build(sequence: Sequence) -> nn.Module:
         wrap = DistributedDataParallel if sequence is rg.ReversibleSequence else nn.Sequential
         return sequence([(wrap(f), wrap(g)) for f, g in pairs()])
 
+    model = made(build, rg.ReversibleSequence)
+    model.policy = policy
     with each_replayed_once():
-        found = train(made(build, rg.ReversibleSequence), mean_square, [rank])
+        found = train(model, mean_square, [rank])
     found = [{name.replace(".module.", ".0."): tensor for name, tensor in step.items()} for step in found]
     assert_same(found, in_one_process(build, mean_square))
 
@@ -543,7 +545,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "dropout_per_rank": {"build": sequence_of(dropout=0.3)},
     "layer_dropout": {"build": with_layer_dropout, "loss": mean_square_same_seed},
     "batch_norm": {"build": with_batch_norm},
-    "anchors": {"build": with_anchors},
+    "anchors": {"build": with_policy(rg.Reverse(anchor_every=2))},
+    "stored_outputs": {"build": with_policy(rg.Reverse(save="output"))},
     "nothing_saved": {"build": with_shifts},
 }
 
