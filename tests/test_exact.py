@@ -390,3 +390,14 @@ def test_torch_func_jvp() -> None:
         x.requires_grad_()
         (gradient,) = torch.autograd.grad(loss_of(net(x)), x)
     torch.testing.assert_close(found, (gradient * direction).sum())
+
+
+@pytest.mark.parametrize("policy", [rg.Keep(), rg.Reverse(), rg.Reverse(anchor_every=1)], ids=str)
+def test_what_gets_no_gradient_gets_none(policy: rg.Policy) -> None:
+    """Zeros would let the weight decay of an optimizer move it."""
+    f, g = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    x = torch.randn(2, 3)
+    updates = [rg.Update("a", f, "b", join=rg.ExactAdd()), rg.Update("b", g, "a", join=rg.ExactAdd())]
+    rg.run(updates, {"a": x, "b": x}, policy=policy)["a"].sum().backward()
+    assert f.weight.grad is not None
+    assert g.weight.grad is None

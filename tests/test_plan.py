@@ -252,6 +252,60 @@ def test_on_cuda_the_plan_is_close_to_the_allocator(autocast):
         assert row.peak == pytest.approx(real.peak, rel=0.05)
 
 
+@pytest.mark.parametrize("name", ["language", "pixels", "reformer", "video and audio", "particles"])
+def test_every_model(name):
+    """Planned first: what the fake step leaves behind must not disturb the real one."""
+    from retrograd.models import AxialPixels, LanguageModel
+    from retrograd.models.reformer import Reformer
+    from retrograd.models.se3 import SE3Transformer
+    from retrograd.models.video_audio import VideoAudio
+
+    tokens = torch.randint(8, (2, 32))
+    build, inputs = {
+        "language": (lambda: LanguageModel(4, 32, length=32), (tokens,)),
+        "pixels": (lambda: AxialPixels((8, 4), 8, 4, 32), (tokens.view(2, 8, 4),)),
+        "reformer": (lambda: Reformer(4, 32, vocabulary=8, heads=2, length=32, bucket_size=8), (tokens,)),
+        "video and audio": (
+            lambda: VideoAudio(4, 32, 16, picture=(8, 8, 3), patch=4, window=20),
+            (torch.rand(2, 5, 8, 8, 3), torch.randn(2, 100)),
+        ),
+        "particles": (
+            lambda: SE3Transformer({0: 1, 2: 1}, {0: 1, 1: 1}, depth=3, width=16, max_degree=2, cutoff=3.0),
+            ({0: torch.randn(2, 6, 1, 1), 2: torch.randn(2, 6, 1, 5)}, torch.randn(2, 6, 3)),
+        ),
+    }[name]
+    planned = rg.plan(build, *inputs)["reversed"].peak
+    assert planned == pytest.approx(rg.measure(build(), *inputs).peak, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"optimizer_states": -1}, ValueError, "optimizer_states must be a number of tensors, 0 or more, not -1"),
+        ({"budgets": "8GiB"}, TypeError, r"budgets is a list, such as \['8GiB'\]"),
+        ({"budgets": [0.5]}, ValueError, "a fraction of the card; say how large it is"),
+        ({"budgets": [0]}, ValueError, "Auto: budget must be"),
+        ({"also": ["keep"]}, TypeError, "also takes policies"),
+        ({"autocast": "bf16"}, TypeError, "autocast must be a dtype"),
+    ],
+)
+def test_what_cannot_be_planned(options, error, message):
+    with pytest.raises(error, match=message):
+        rg.plan(lambda: rg.ReversibleSequence([(nn.Linear(4, 4), nn.Linear(4, 4))]), (2, 4), **options)
+
+
+def test_a_fraction_is_one_of_the_card_and_policies_learn_nothing():
+    def build():
+        return rg.ReversibleSequence([(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)])
+
+    auto = rg.Auto("1MiB")
+    found = rg.plan(build, (64, 16), card="80KiB", budgets=[0.5, "40KiB", "2KiB"], also=[auto])
+    assert found["Auto(0.5)"].peak == found["Auto(40KiB)"].peak
+    with pytest.raises(KeyError, match=r"no row .*Auto\(2KiB\).*; there are kept, .*budget of 2.0 KiB cannot be met"):
+        found["Auto(2KiB)"]
+    assert not auto.learned
+
+
 def test_no_reversible():
     with pytest.raises(ValueError, match="no Reversible"):
         plan(lambda: nn.Linear(2, 2), (2, 2))

@@ -43,10 +43,14 @@ def gradients(net, x, **kwargs):
 
 
 def peak_bytes(net, x) -> int:
+    return peak_bytes_of(net, lambda: net(x).square().mean())
+
+
+def peak_bytes_of(net, loss) -> int:
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with LiveBytes() as memory:
-        net(x).square().mean().backward()
+        loss().backward()
     return memory.peak
 
 
@@ -265,12 +269,78 @@ class TestAuto:
         (learned,) = policy.learned.values()
         assert len(learned.saved) == 1
 
+    def test_updates_that_only_look_alike_are_told_apart(self):
+        """Small networks and large ones behind the same code: what the small ones save says nothing of the others."""
+
+        def mlp(inside):
+            return nn.Sequential(nn.Linear(16, inside), nn.GELU(), nn.Linear(inside, 16))
+
+        class Called:
+            def __init__(self, net):
+                self.net = net
+
+            def __call__(self, b):
+                return self.net(b)
+
+        def call(b, net):
+            return net(b)
+
+        class Choose(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.nets = nets
+
+            def forward(self, b, which):
+                return self.nets[which](b)
+
+        nets, x = nn.ModuleList([mlp(4), mlp(4), *[mlp(512) for _ in range(6)]]), torch.randn(16, 16)
+        choose = Choose()
+        ways = {
+            "lambdas": lambda i, net: rg.Update("ab"[i % 2], lambda b: net(b), "ba"[i % 2]),
+            "defaults": lambda i, net: rg.Update("ab"[i % 2], lambda b, net=net: net(b), "ba"[i % 2]),
+            "methods": lambda i, net: rg.Update("ab"[i % 2], net.forward, "ba"[i % 2]),
+            "objects": lambda i, net: rg.Update("ab"[i % 2], Called(net), "ba"[i % 2]),
+            "partials": lambda i, net: rg.Update("ab"[i % 2], functools.partial(call, net=net), "ba"[i % 2]),
+            "a number": lambda i, net: rg.Update("ab"[i % 2], choose, "ba"[i % 2], kwargs={"which": i}),
+        }
+        for name, way in ways.items():
+            policy = rg.Auto("256KiB")  # two of the large ones; each saves 64 KiB and more
+            for parameter in nets.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            for _ in range(3):
+                with LiveBytes() as memory:
+                    out = rg.run([way(i, net) for i, net in enumerate(nets)], {"a": x, "b": x}, policy=policy)
+                    (out["a"].sum() + out["b"].sum()).backward()
+                assert memory.peak <= 256 * 1024, name
+            (learned,) = policy.learned.values()
+            assert 0 < learned.kept < 8, name
+
+    def test_keywords_of_other_shapes_are_learned_anew(self):
+        class Cross(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+
+            def forward(self, b, context):
+                key = self.key(context)
+                return (self.query(b) @ key.mT).softmax(-1) @ key
+
+        net = rg.ReversibleSequence([(Cross(), nn.Tanh()) for _ in range(6)], policy=rg.Auto("512KiB"))
+        for length in (2, 2, 500, 500):
+            peak = peak_bytes_of(net, lambda length=length: net(self.x[0], context=torch.randn(length, 16)).sum())
+            latest = [*net.policy.learned.values()][-1]
+            assert peak <= 512 * 1024 + max(latest.saved.values())  # softmax and products hold more than they save
+        short, long = net.policy.learned.values()
+        assert short.kept == 12 > long.kept
+
     def test_a_fraction_of_what_is_free(self):
         net = network(policy=rg.Auto(0.5))
         net(self.x).sum().backward()
         assert next(iter(net.policy.learned.values())).budget > 2**20
 
-    @pytest.mark.parametrize("budget", [0, -1, "8 bananas", "", None, True, float("nan"), float("inf"), -0.5])
+    @pytest.mark.parametrize(
+        "budget", [0, -1, "8 bananas", "", None, True, float("nan"), float("inf"), -0.5, 1.0, 1.5, "0.5"]
+    )
     def test_nonsense_is_refused_where_it_is_written(self, budget):
         with pytest.raises((ValueError, TypeError)):
             rg.Auto(budget)

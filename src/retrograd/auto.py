@@ -8,6 +8,7 @@ is gone before the first replay needs room.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import time
 import weakref
@@ -16,11 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .policies import Keep, Policy, Reverse
 from .ranks import distributed
+from .reach import reach
 from .sizes import format_bytes, parse_bytes
+from .streams import leaves_of
 from .surroundings import Surroundings
 from .update import Update
 
@@ -31,9 +34,10 @@ class Auto(Policy):
 
     `budget` is what the activations of the program may take: bytes, "8GiB", or a fraction of the memory that is free
     when the first step begins. That step is reversed and learns what each update saves; from then on the longest
-    suffix of the program that fits is kept. Other shapes are learned anew. A budget below what reversing everything
-    takes is an error that names the smallest that works. `explain()` says what was chosen and what replays cost.
-    Updates with a policy of their own are not counted.
+    suffix of the program that fits is kept. Other shapes, of streams or of keywords, are learned anew. A budget below
+    what reversing everything takes is an error that names the smallest that works. `explain()` says what was chosen and
+    what replays cost. Not counted are updates with a policy of their own, and what a `fn` holds without saving it, as
+    checkpointing inside it does in its backward. The budget is that of one program: a model of several shares it out.
 
     The choice depends on budget, shapes, and on which weights are trained, so ranks of a distributed run agree; a
     fraction is refused there. A copy of the policy learns anew.
@@ -47,11 +51,15 @@ class Auto(Policy):
 
     def __post_init__(self) -> None:
         budget = parse_bytes(self.budget) if isinstance(self.budget, str) else self.budget
-        if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget < float("inf"):
+        fraction = isinstance(budget, float) and 0 < budget < 1
+        # 1.0 is not one byte but all there is, which nothing can have.
+        whole = type(budget) is int or (isinstance(budget, float) and budget.is_integer() and budget != 1)
+        if not fraction and not (whole and budget > 0):
             raise ValueError(
-                f"Auto: budget must be bytes, a size such as '8GiB', or a fraction below 1, not {self.budget!r}"
+                "Auto: budget must be a number of bytes, a size such as '8GiB', or the number 0.5 for half of what is "
+                f"free, not {self.budget!r}"
             )
-        object.__setattr__(self, "budget", budget if isinstance(budget, float) and budget < 1 else int(budget))
+        object.__setattr__(self, "budget", budget if fraction else int(budget))
 
     def __reduce__(self) -> Any:
         return Auto, (self.budget,)  # what was learned belongs to these modules, on this device
@@ -92,31 +100,35 @@ class Learned:
 
     def __init__(self, streams: int, budget: int, device: torch.device) -> None:
         self.streams, self.budget, self.device = streams, budget, device  # bytes, bytes
-        self.saved: dict[Any, int] = {}  # what each fn saves
+        self.saved: dict[Any, int] = {}  # what each update saves
         self.took: dict[Any, Stopwatch] = {}  # how long its second call took: what a replay costs
-        self.reversed: list[Any] = []  # the fns that the last program replays
+        self.keys: list[Any] = []  # of the updates of the last program
+        self.reversed: list[Any] = []  # those that it replays
+        self.learning = False  # it has updates that are not known yet
         self.length = self.kept = self.kept_bytes = 0
 
     def choose(self, updates: Sequence[Update]) -> Sequence[Policy]:
         """A policy for each update of a program: a suffix is kept. Those with a policy of their own are not counted."""
-        self.length = sum(update.policy is None for update in updates)
-        self.kept = self.kept_bytes = 0
-        policies: list[Policy] = []
-        keys = [None if update.policy is not None else key_of(update.fn) for update in updates]
-        for update, key in zip(reversed(updates), reversed(keys), strict=True):
-            size = 0 if update.policy is not None else self.saved.get(key)
+        self.keys = [key_of(update) for update in updates]
+        counted = [update.policy is None for update in updates]
+        self.length, self.kept, self.kept_bytes = sum(counted), 0, 0
+        self.learning = any(counts and key not in self.saved for key, counts in zip(self.keys, counted, strict=True))
+        first = len(updates)  # of those that are kept
+        for key, counts in zip(reversed(self.keys), reversed(counted), strict=True):
+            size = self.saved.get(key) if counts else 0
             if size is None or self.need(self.kept_bytes + size) > self.budget:
                 break
-            policies.append(Keep())
-            self.kept, self.kept_bytes = self.kept + (update.policy is None), self.kept_bytes + size
-        self.reversed = [key for key in keys[: len(updates) - len(policies)] if key is not None]
-        return [Reverse()] * (len(updates) - len(policies)) + policies
+            first -= 1
+            self.kept, self.kept_bytes = self.kept + counts, self.kept_bytes + size
+        self.reversed = [key for key, counts in zip(self.keys[:first], counted, strict=False) if counts]
+        return [Reverse()] * first + [Keep()] * (len(updates) - first)
 
     def learn(self, key: Any, saved: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
-        """Note what a fn saves, less what is there anyway (weights, keywords)."""
+        """Note the most that an update saves, less what is there anyway (weights, keywords)."""
         there = {tensor.untyped_storage()._cdata for tensor in outside}
         storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in saved)}
-        self.saved[key] = sum(size for storage, size in storages.items() if storage not in there)
+        size = sum(size for storage, size in storages.items() if storage not in there)
+        self.saved[key] = max(size, self.saved.get(key, 0))
 
     def need(self, kept: int) -> int:
         """The most bytes that a step holds if so many are kept.
@@ -148,12 +160,13 @@ class Learned:
         return f"; replays take about {1e3 * sum(seconds):.3g} ms a step" if seconds else ""
 
 
-def learned_for(policy: Auto, flat: dict[str, list[Tensor]], surroundings: Surroundings) -> Learned:
-    """What a policy knows about programs on such streams."""
-    shapes = tuple(
-        (name, tuple((t.shape, t.dtype, t.device, t.requires_grad) for t in leaves)) for name, leaves in flat.items()
-    )
-    key = (shapes, tuple(surroundings.autocast))
+def learned_for(
+    policy: Auto, flat: dict[str, list[Tensor]], updates: Sequence[Update], surroundings: Surroundings
+) -> Learned:
+    """What a policy knows about programs on such streams, with such keywords."""
+    streams = tuple((name, *map(_kind, leaves)) for name, leaves in flat.items())
+    given = {id(t): t for update in updates for value in update.kwargs.values() for t in leaves_of(value, Tensor)}
+    key = (streams, frozenset(map(_kind, given.values())), tuple(surroundings.autocast))
     if key not in policy.learned:
         leaves = [leaf for leaves in flat.values() for leaf in leaves]
         size, device = sum(leaf.nbytes for leaf in leaves), leaves[0].device if leaves else torch.device("cpu")
@@ -175,11 +188,21 @@ def _budget(policy: Auto, device: torch.device) -> int:
     return int(policy.budget * free)
 
 
-def key_of(fn: Any) -> Any:
-    """What stands for a fn in the next call: the module and what it trains, or for functions made anew at each call,
-    their code."""
-    if isinstance(fn, nn.Module):
-        return weakref.ref(fn), fn.training, tuple(parameter.requires_grad for parameter in fn.parameters())
-    if isinstance(fn, functools.partial):
-        return key_of(fn.func)
-    return getattr(fn, "__code__", None) or type(fn)
+_kind = operator.attrgetter("shape", "dtype", "device", "requires_grad")
+
+
+def key_of(update: Update) -> Any:
+    """What stands for an update in the next call: its streams, the modules that it can be seen to use and what they
+    train, the code of a function (which may be made anew at each call), keywords that are numbers or words."""
+    fn, modules = update.fn, reach(update.fn, {}).modules
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return (
+        update.target,
+        update.sources,
+        getattr(fn, "__code__", None) or type(fn),
+        tuple(map(weakref.ref, modules)),
+        tuple(module.training for module in modules),
+        tuple(p is not None and p.requires_grad for module in modules for p in module._parameters.values()),
+        tuple(item for item in update.kwargs.items() if isinstance(item[1], (bool, int, float, str, type(None)))),
+    )

@@ -328,12 +328,15 @@ def _measure_arguments(sub: argparse.ArgumentParser) -> None:
 def _plan(args: argparse.Namespace) -> Outcome:
     device, build = _device(args), _factory(args)
     inputs, kwargs = _inputs(args, "meta")
-    for text in args.budget:
-        _size("--budget", text)
+    budgets = [_budget(text) for text in args.budget]
     card = _size("--card", args.card) if args.card else None
+    if args.optimizer_states < 0:
+        raise UsageError(f"--optimizer-states must be 0 or more, not {args.optimizer_states}")
+    if card is None and any(isinstance(budget, float) for budget in budgets):
+        raise UsageError("--budget with a fraction needs --card, such as --card 80GiB")
     also = [_policy(text) for text in args.policy]
     options: dict[str, Any] = {"device": device, "autocast": _AUTOCAST.get(args.autocast)}
-    options |= {"budgets": args.budget, "card": card, "optimizer_states": args.optimizer_states, "also": also}
+    options |= {"budgets": budgets, "card": card, "optimizer_states": args.optimizer_states, "also": also}
     found = _attempt(args, lambda: plan(build, *inputs, **options, **kwargs))
     fits = card is None or any(row.fits for row in found.rows)
     return Outcome(str(found), dataclasses.asdict(found), 0 if fits else 1)
@@ -342,7 +345,13 @@ def _plan(args: argparse.Namespace) -> Outcome:
 def _plan_arguments(sub: argparse.ArgumentParser) -> None:
     _model_arguments(sub)
     _policy_argument(sub, "a row for this policy too, repeatable", action="append", default=[])
-    sub.add_argument("--budget", action="append", default=[], metavar="SIZE", help="a row for Auto(SIZE), repeatable")
+    sub.add_argument(
+        "--budget",
+        action="append",
+        default=[],
+        metavar="SIZE",
+        help="a row for Auto(SIZE), repeatable; 0.5 is half the card",
+    )
     sub.add_argument("--card", metavar="SIZE", help="the memory of the card; exit status 1 if nothing fits")
     sub.add_argument(
         "--optimizer-states", type=int, default=0, metavar="N", help="tensors per weight in the optimizer: 2 for Adam"
@@ -354,6 +363,16 @@ def _size(option: str, text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise UsageError(f"{option}: {error}") from error
+
+
+def _budget(text: str) -> str | float:
+    """A size, or a fraction of the card."""
+    try:
+        budget: str | float = float(text) if text.startswith("0.") else text
+        rg.Auto(budget)
+        return budget
+    except ValueError as error:
+        raise UsageError(f"--budget {text}: a size such as 8GiB, or a fraction of the card such as 0.5") from error
 
 
 def _bench_arguments(sub: argparse.ArgumentParser) -> None:

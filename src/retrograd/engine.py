@@ -123,8 +123,9 @@ def execute(
         _keep(steps, flat, alarms)
     else:
         surroundings = Surroundings(leaf.device for leaves in flat.values() for leaf in leaves)
-        learned = learned_for(policy, flat, surroundings) if isinstance(policy, Auto) else None
-        policies = [policy] * len(steps) if learned is None else learned.choose([step.update for step in steps])
+        updates = [step.update for step in steps]
+        learned = learned_for(policy, flat, updates, surroundings) if isinstance(policy, Auto) else None
+        policies = [policy] * len(steps) if learned is None else learned.choose(updates)
         surroundings.run(lambda: _run(steps, policies, flat, surroundings, alarms, learned))
         if learned is not None:
             learned.check()

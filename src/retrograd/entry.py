@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .alarms import RangeAlarms
-from .auto import Learned, Stopwatch, key_of
+from .auto import Learned, Stopwatch
 from .policies import Reverse
 from .replay import Call
 from .streams import versions
@@ -167,7 +167,7 @@ class Entry:
         self.source_grads = [[leaf.requires_grad for leaf in leaves] for leaves in sources]
         self.target_grads = [leaf.requires_grad for leaf in target]
         saved = self.live = Storing() if self.storing else Saved()
-        key = None if learned is None else key_of(update.fn)
+        key = None if learned is None else learned.keys[step.index]
         watch = None
         if learned is not None and key in learned.saved and key not in learned.took:
             watch = Stopwatch(learned.device)  # its second call: a first one warms up
@@ -181,7 +181,7 @@ class Entry:
             if watch is not None:
                 watch.stop()
                 learned.took[key] = watch  # type: ignore[union-attr]
-            elif learned is not None and key not in learned.saved:
+            elif learned is not None and learned.learning:
                 learned.learn(key, saved.tensors, self.call.outside())
             if not replayable:
                 saved.tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in saved.tensors]

@@ -69,7 +69,10 @@ class Plan:
 
     def __getitem__(self, policy: str) -> PlanRow:
         """The row of a policy, by its name in the table."""
-        return next(row for row in self.rows if row.policy == policy)
+        rows = {row.policy: row for row in self.rows}
+        if policy not in rows:
+            raise KeyError(f"no row {policy!r}; there are {', '.join(rows)}{'. '.join(['', *self.notes])}")
+        return rows[policy]
 
     def __str__(self) -> str:
         heading = f"one step on {self.device}: weights {format_bytes(self.weights)}"
@@ -97,7 +100,8 @@ def plan(
     **kwargs: Any,
 ) -> Plan:
     """Predict the peak and the cost of a training step for kept, checkpointed and reversed activations, for
-    `Auto(budget)` with each of `budgets`, and for the policies in `also`. Nothing is allocated and nothing computed.
+    `Auto(budget)` with each of `budgets` (a fraction is one of `card`), and for the policies in `also`. Nothing is
+    allocated and nothing computed.
 
     `build` makes the model, which has at least one `Reversible` in it (a model works too, and is left alone).
     `inputs` are tensors, or their shapes (float32); keywords go to the model. `card` is the memory there is.
@@ -105,7 +109,8 @@ def plan(
     updates as the program has targets (a block) inside each `torch.utils.checkpoint`. An update's own policy stays.
 
     On CUDA storages are rounded up as its allocator does (512 bytes). Not foreseen: what operators allocate inside (the
-    workspace of an attention's backward: a few percent), fragments, and some 0.5 GiB for the context. Without a GPU
+    workspace of an attention's backward, a few percent; that of an LSTM on a CPU, which is large), fragments, and some
+    0.5 GiB for the context. Without a GPU
     here, the operators of the CPU stand in for those of CUDA: attention with dropout or a mask may be planned too
     large.
 
@@ -123,6 +128,14 @@ def plan(
     stands_in = on_cuda and not torch.cuda.is_available()
     actual = torch.device("cpu") if stands_in else wanted
     limit = None if card is None else parse_bytes(card)
+    sizes = _budgets(budgets, limit)
+    for policy in also:
+        if not isinstance(policy, Policy):
+            raise TypeError(f"plan: also takes policies such as Reverse(anchor_every=16), not {policy!r}")
+    if not isinstance(optimizer_states, int) or optimizer_states < 0:
+        raise ValueError(f"plan: optimizer_states must be a number of tensors, 0 or more, not {optimizer_states!r}")
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise TypeError(f"plan: autocast must be a dtype such as torch.bfloat16, not {autocast!r}")
     ledgers: dict[str, tuple[_FakeLedger, int]] = {}
     notes = ["There is no GPU here: sizes are those of the CPU's operators."] if stands_in else []
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -132,7 +145,7 @@ def plan(
         if not reversibles:
             raise ValueError(f"{type(model).__name__} has no Reversible in it: there is no policy to choose")
         given, keywords = _faked((inputs, kwargs), mode, actual)
-        for name, context in _scenarios(reversibles, budgets, also):
+        for name, context in _scenarios(reversibles, sizes, also):
             try:
                 with context:
                     ledgers[name] = _predict(model, given, keywords, actual, autocast, 512 if on_cuda else 1)
@@ -152,20 +165,33 @@ def plan(
     return Plan(str(wanted), weights, states, limit, tuple(rows), tuple(notes))
 
 
+def _budgets(budgets: Iterable[int | float | str], card: int | None) -> dict[str, int]:
+    """The bytes of each budget, by how it was written; a fraction is one of the card."""
+    if isinstance(budgets, (str, int, float)):
+        raise TypeError(f"plan: budgets is a list, such as [{budgets!r}]")
+    sizes: dict[str, int] = {}
+    for given in budgets:
+        budget: Any = Auto(given).budget
+        if not isinstance(budget, float):
+            sizes[given if isinstance(given, str) else format_bytes(budget)] = budget
+        elif card is None:
+            raise ValueError(f"plan: a budget of {budget} is a fraction of the card; say how large it is: card='80GiB'")
+        else:
+            sizes[str(budget)] = int(budget * card)
+    return sizes
+
+
 def _scenarios(
-    reversibles: Sequence[Reversible], budgets: Iterable[int | float | str], also: Iterable[Policy]
+    reversibles: Sequence[Reversible], budgets: Mapping[str, int], also: Iterable[Policy]
 ) -> Iterator[tuple[str, Any]]:
     """The name of each row, and the context in which the model behaves so."""
     yield "kept", exchanged(reversibles, "policy", Keep())
     yield "checkpointed", checkpointed(reversibles)
     yield "reversed", exchanged(reversibles, "policy", Reverse())
-    for budget in budgets:
-        yield (
-            f"Auto({budget if isinstance(budget, (str, float)) else format_bytes(budget)})",
-            exchanged(reversibles, "policy", Auto(budget)),
-        )
+    for written, budget in budgets.items():
+        yield f"Auto({written})", exchanged(reversibles, "policy", Auto(budget))
     for policy in also:
-        yield _label(policy), exchanged(reversibles, "policy", policy)
+        yield _label(policy), exchanged(reversibles, "policy", copy.copy(policy))  # Auto would learn from fake tensors
 
 
 def _label(policy: Policy) -> str:

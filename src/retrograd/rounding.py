@@ -47,7 +47,9 @@ class RoundedAdd(torch.autograd.Function):
         ctx.dtype = out.dtype
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad is None:
+            return (None,) * 6
         for_out = grad if ctx.gain == 1 else grad * ctx.gain
         return grad, for_out.to(ctx.dtype), None, None, None, None
 
@@ -62,6 +64,7 @@ class Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
+        ctx.set_materialize_grads(False)  # no gradient stays none: an optimizer would take zeros for a reason to decay
         RoundedAdd.setup_context(ctx, inputs, inputs[0])
         return RoundedAdd.forward(*inputs)
 

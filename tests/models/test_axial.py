@@ -123,6 +123,15 @@ def test_models_that_cannot_be() -> None:
         AxialClassifier((4, 4), 1, 10, 2, 9, heads=2)
     with pytest.raises(ValueError, match=r"the length of each axis, such as \(8, 8\), not \(\)"):
         AxialClassifier((), 1, 10, 2, 8)
+    for shape, width, options, message in (
+        (8, 8, {}, r"such as \(8, 8\), not 8"),
+        ((4, 4), 0, {}, "width must be a positive whole number, not 0"),
+        ((4, 4), 8, {"heads": 2.0}, "heads must be a positive whole number, not 2.0"),
+        ((4, 4), 8, {"classes": 0}, "classes must be a positive whole number, not 0"),
+        ((4, 4), 8, {"depth": 2.5}, "depth must be a positive whole number, not 2.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AxialClassifier(shape, **({"channels": 1, "classes": 10, "depth": 2, "width": width} | options))
     with pytest.raises(ValueError, match="dropout must be a probability below 1"):
         AxialClassifier((4, 4), 1, 10, 2, 8, dropout=1.5)
 

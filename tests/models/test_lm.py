@@ -147,12 +147,21 @@ def test_deep_and_shallow_models_start_alike() -> None:
     assert slopes[1] == pytest.approx(slopes[0], rel=0.5)
 
 
+def test_no_token_is_ignored() -> None:
+    """-100 is torch's word for a target that does not count; here it is no token."""
+    tokens = torch.randint(20, (1, 9))
+    tokens[0, -1] = -100
+    with pytest.raises(ValueError, match="between 0 and 19"):
+        LanguageModel(2, 16, vocabulary=20, length=16).loss(tokens)
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({"width": 18, "heads": 4}, "width 18 must be an even number of channels for each of 4 heads.*multiple of 8"),
         ({"width": 18, "heads": 6}, "width 18 must be an even number of channels for each of 6 heads.*multiple of 12"),
-        ({"heads": 0}, "0 heads"),
+        ({"heads": 0}, "heads must be a positive whole number, not 0"),
+        ({"heads": 2.0}, "heads must be a positive whole number, not 2.0"),
         ({"depth": 0}, "depth must be a positive whole number, not 0"),
         ({"dropout": 1.0}, "dropout must be a probability below 1"),
     ],

@@ -236,3 +236,9 @@ def test_wrong_targets() -> None:
         model().loss(tokens(), tokens(49))
     with pytest.raises(ValueError, match=r"a token and its next, not \(2, 1\)"):
         model().loss(tokens(1))
+    with pytest.raises(TypeError, match=r"targets are ids in int64 or int32, not torch.float32"):
+        model().loss(tokens(), tokens().float())
+    with pytest.raises(ValueError, match=r"token ids must lie between 0 and .* not between 999 and 999"):
+        model().loss(tokens(), torch.full_like(tokens(), 999))
+    with pytest.raises(ValueError, match=r"token ids must lie between 0 and .* not between 999 and 999"):
+        model()(torch.full_like(tokens(), 999))

@@ -162,7 +162,7 @@ def test_memory_does_not_grow_with_depth() -> None:
         ({"width": 6, "heads": 4}, "width 6 must be a multiple of the 4 heads"),
         ({"depth": 0}, "depth must be"),
         ({"neighbours": 0}, "neighbours must be a positive whole number, not 0"),
-        ({"cutoff": 0.0}, "cutoff must be a positive distance, not 0.0"),
+        ({"cutoff": 0.0}, "cutoff must be a positive finite distance, not 0.0"),
         ({"inputs": {2: 1}}, r"inputs must be \{degree: channels\} with degrees up to max_degree \(1\)"),
         ({"outputs": {0: 0}}, "outputs must be .* at least one channel each"),
         ({"inputs": {}}, "inputs must be"),

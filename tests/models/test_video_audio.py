@@ -158,3 +158,16 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
     given = {"picture": (4, 6, 3), "patch": 2, "window": WINDOW, "heads": 2, "vocabulary": 7} | options
     with pytest.raises(ValueError, match=message):
         VideoAudio(2, 16, 8, **given)
+
+
+def test_wrong_words() -> None:
+    video, audio, text = clip()
+    with pytest.raises(TypeError, match=r"ids of words in int64 or int32, not torch.float32"):
+        model()(video, audio, text.float())
+    with pytest.raises(ValueError, match=r"words must lie between 0 and .* not between 999 and 999"):
+        model()(video, audio, torch.full_like(text, 999))
+
+
+def test_the_picture_may_be_a_list() -> None:
+    made = VideoAudio(2, 16, 8, picture=[4, 6, 3], patch=2, window=WINDOW, heads=2)
+    assert made(torch.zeros(1, 2, 4, 6, 3), torch.zeros(1, 2 * WINDOW))[0].shape == (1, 2, 4, 6, 3)

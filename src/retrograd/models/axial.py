@@ -44,8 +44,10 @@ class AxialClassifier(nn.Module):
         join: rg.Join = rg.Add(),
     ) -> None:
         super().__init__()
+        heads = checked(
+            self, shape, {"channels": channels, "classes": classes, "depth": depth, "width": width}, heads, dropout
+        )
         self.shape, self.channels = tuple(shape), channels
-        heads = checked(self, depth, width, heads, dropout)
         self.embed, self.positions = nn.Linear(channels, width), AxialPositions(self.shape, width)
         attentions = [AxialAttention(width, heads, i % len(self.shape), dropout=dropout) for i in range(depth)]
         self.blocks = reversible(attentions, width, dropout, policy, join)
@@ -68,7 +70,8 @@ class AxialPixels(nn.Module):
     below `levels`. Colours are one more axis: `shape=(32, 32, 3)` predicts red, then green, then blue.
 
     There are `depth` blocks for each axis. Those of axis k see what lies before along it, and everything behind that
-    along the later axes: for an image, first the rows above, then what is left of the pixel in its row.
+    along the later axes: for an image, first the rows above, then what is left of the pixel in its row. The blocks of
+    each axis are a program of their own: an `Auto` budget is for one axis.
 
     >>> model = AxialPixels(shape=(8, 8), levels=17, depth=2, width=32)
     >>> images = torch.randint(17, (4, 8, 8))
@@ -90,8 +93,8 @@ class AxialPixels(nn.Module):
         join: rg.Join = rg.Add(),
     ) -> None:
         super().__init__()
+        heads = checked(self, shape, {"levels": levels, "depth": depth, "width": width}, heads, dropout)
         self.shape, self.levels, self.dropout = tuple(shape), levels, dropout
-        heads = checked(self, depth, width, heads, dropout)
         self.embed, self.positions = nn.Embedding(levels, width), AxialPositions(self.shape, width)
         self.stages = nn.ModuleList()
         for first in range(len(self.shape)):
@@ -130,8 +133,10 @@ class AxialPixels(nn.Module):
     @torch.no_grad()
     def generate(self, batch: int, *, temperature: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
         """Draw grids value by value, each with a pass of the whole model: (batch, *shape)."""
-        if not temperature > 0:
-            raise ValueError(f"generate: temperature must be above 0, not {temperature!r}")
+        if not temperature > 0 or batch < 1:
+            raise ValueError(
+                f"generate: temperature must be above 0 and batch 1 or more, not {temperature!r} and {batch!r}"
+            )
         if self.training and self.dropout:
             raise RuntimeError("generate: the model is in training mode and would drop channels; call eval() first")
         values = torch.zeros(batch, *self.shape, dtype=torch.long, device=self.head.weight.device)
@@ -212,17 +217,21 @@ def shifted(x: Tensor, axis: int) -> Tensor:
     return torch.cat((torch.zeros_like(x.narrow(1 + axis, 0, 1)), before), dim=1 + axis)
 
 
-def checked(model: AxialClassifier | AxialPixels, depth: int, width: int, heads: int | None, dropout: float) -> int:
+def checked(model: nn.Module, shape: Sequence[int], sizes: dict[str, int], heads: int | None, dropout: float) -> int:
     """The number of heads, once everything else is something that the model can have."""
-    name, shape = type(model).__name__, model.shape
-    if not shape or any(not isinstance(length, int) or length < 1 for length in shape):
+    name = type(model).__name__
+    if not isinstance(shape, Sequence) or not shape or any(not isinstance(n, int) or n < 1 for n in shape):
         raise ValueError(f"{name}: shape is the length of each axis, such as (8, 8), not {shape!r}")
+    for what, size in (sizes | ({} if heads is None else {"heads": heads})).items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}: {what} must be a positive whole number, not {size!r}")
+    depth, width = sizes["depth"], sizes["width"]
     if depth < len(shape):
         raise ValueError(
             f"{name}: depth {depth} for {len(shape)} axes; each block attends along one axis, so at least {len(shape)}"
         )
     heads = max(width // 32, 1) if heads is None else heads
-    if heads < 1 or width % heads:
+    if width % heads:
         raise ValueError(f"{name}: width {width} must be a multiple of the number of heads, not of {heads}")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"{name}: dropout must be a probability below 1, not {dropout!r}")

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import retrograd as rg
 
+NONE = torch.iinfo(torch.int64).min  # no token id is ignored, not even -100
+
 
 class LanguageModel(nn.Module):
     """Predicts the next token. `depth` blocks of `width` channels, for at most `length` tokens of a `vocabulary`.
@@ -49,10 +51,12 @@ class LanguageModel(nn.Module):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"LanguageModel: {name} must be a positive whole number, not {value!r}")
         heads = max(width // 64, 1) if heads is None else heads
-        if heads < 1 or width % heads or (width // heads) % 2:
+        if not isinstance(heads, int) or heads < 1:
+            raise ValueError(f"LanguageModel: heads must be a positive whole number, not {heads!r}")
+        if width % heads or (width // heads) % 2:
             raise ValueError(
                 f"LanguageModel: width {width} must be an even number of channels for each of {heads} heads, since "
-                f"positions rotate pairs of channels; a multiple of {2 * max(heads, 1)} fits"
+                f"positions rotate pairs of channels; a multiple of {2 * heads} fits"
             )
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"LanguageModel: dropout must be a probability below 1, not {dropout!r}")
@@ -124,7 +128,7 @@ class LanguageModel(nn.Module):
 
     def summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         try:
-            return functional.cross_entropy(self.head(hidden), targets, reduction="sum")
+            return functional.cross_entropy(self.head(hidden), targets, reduction="sum", ignore_index=NONE)
         except IndexError:
             raise self.not_in_vocabulary(targets) from None
 

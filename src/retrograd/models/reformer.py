@@ -100,7 +100,11 @@ class Reformer(nn.Module):
                 "a larger length"
             )
         positions = (self.rows[: math.ceil(length / columns)] + self.columns).flatten(0, 1)[:length]  # (T, C)
-        return self.norm(self.blocks(self.embed(tokens) + positions))
+        try:
+            embedded = self.embed(tokens)
+        except IndexError:
+            raise self.not_in_vocabulary(tokens) from None
+        return self.norm(self.blocks(embedded + positions))
 
     def loss(self, tokens: Tensor, targets: Tensor | None = None, *, chunk: int = 4096) -> Tensor:
         """The mean cross entropy, in nats: of each next token in tokens (B, T + 1), or of targets (B, T) that say what
@@ -120,13 +124,25 @@ class Reformer(nn.Module):
             raise ValueError(
                 f"Reformer: targets must have the shape of tokens, {tuple(tokens.shape)}, not {tuple(targets.shape)}"
             )
+        elif targets.is_floating_point():
+            raise TypeError(f"Reformer: targets are ids in int64 or int32, not {targets.dtype}; use targets.long()")
         targets = targets.flatten().long()
         pieces = zip(self.hidden(tokens).flatten(0, 1).split(chunk), targets.split(chunk), strict=True)
         sums = [recomputed(self.summed_loss, *piece) for piece in pieces]
         return torch.stack(sums).sum() / (targets != -100).sum()
 
     def summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(self.head(hidden), targets, reduction="sum")
+        try:
+            return functional.cross_entropy(self.head(hidden), targets, reduction="sum")
+        except IndexError:
+            raise self.not_in_vocabulary(targets) from None
+
+    def not_in_vocabulary(self, tokens: Tensor) -> ValueError:
+        """Raised where an operator has found it; on CUDA the operator itself asserts."""
+        return ValueError(
+            f"Reformer: token ids must lie between 0 and {self.vocabulary - 1}, the vocabulary, not between "
+            f"{tokens.min()} and {tokens.max()}"
+        )
 
 
 class ExactAttention(nn.Module):

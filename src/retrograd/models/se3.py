@@ -13,8 +13,10 @@ and its mirror image are different to the network. Needs e3nn: `pip install 'ret
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -73,8 +75,8 @@ class SE3Transformer(nn.Module):
                 raise ValueError(f"SE3Transformer: {name} must be a positive whole number, not {value!r}")
         if width % heads:
             raise ValueError(f"SE3Transformer: width {width} must be a multiple of the {heads} heads")
-        if not cutoff > 0:
-            raise ValueError(f"SE3Transformer: cutoff must be a positive distance, not {cutoff!r}")
+        if not 0 < cutoff < math.inf:
+            raise ValueError(f"SE3Transformer: cutoff must be a positive finite distance, not {cutoff!r}")
         for name, channels in (("inputs", inputs), ("outputs", outputs)):
             if not channels or any(d not in range(max_degree + 1) or c < 1 for d, c in channels.items()):
                 raise ValueError(
@@ -140,7 +142,7 @@ class SE3Transformer(nn.Module):
         for each order of harmonics that couples the two. Scaled so that messages have about the size of features."""
         maps = []
         for order in range(abs(source - target), source + target + 1):
-            coupling = o3.wigner_3j(target, source, order, harmonics[order].dtype, harmonics[order].device)
+            coupling = wigner_3j(target, source, order).to(harmonics[order])
             maps.append(torch.einsum("tsj,bnkj->bnkts", coupling, harmonics[order]))
         into_target = sum(2 * min(target, other) + 1 for other in range(self.max_degree + 1))
         return torch.stack(maps, dim=3) * math.sqrt((2 * target + 1) / into_target)
@@ -160,6 +162,14 @@ class SE3Transformer(nn.Module):
                     f"features of degree {degree} must be (batch, particles, channels, {2 * degree + 1}), for these "
                     f"coordinates {expected}, not {tuple(features[degree].shape)}"
                 )
+
+
+@functools.cache
+def wigner_3j(*degrees: int) -> Tensor:
+    """The symbols in float64, from a thread of its own: e3nn keeps them for all that comes, so they must not be fake
+    tensors of a mode that this thread is in (`retrograd.plan`)."""
+    with ThreadPoolExecutor(1) as aside:
+        return aside.submit(o3.wigner_3j, *degrees, dtype=torch.float64).result()
 
 
 class Edges(NamedTuple):

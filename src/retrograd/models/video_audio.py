@@ -61,7 +61,7 @@ class VideoAudio(nn.Module):
             kinds = [kind for kind in every if kind != "context" or vocabulary is not None]
         if not kinds or not set(kinds) <= set(every):
             raise ValueError(f"VideoAudio: kinds must be some of 'self', 'context' and 'other', not {tuple(kinds)}")
-        if len(picture) != 3:
+        if not isinstance(picture, Sequence) or len(picture) != 3:
             raise ValueError(f"VideoAudio: picture must be (height, width, channels), not {picture!r}")
         height, width, channels = picture
         sizes = {"depth": depth, "video_width": video_width, "audio_width": audio_width, "heads": heads}
@@ -82,7 +82,7 @@ class VideoAudio(nn.Module):
                 f"VideoAudio: blocks of kind 'context' read a text, so there must be both or neither; kinds are "
                 f"{tuple(kinds)} and vocabulary is {vocabulary}"
             )
-        self.picture, self.patch, self.window = picture, patch, window
+        self.picture, self.patch, self.window = (height, width, channels), patch, window
         self.vocabulary, self.text_length = vocabulary, text_length
         patches = (height // patch) * (width // patch)
         if vocabulary is not None:
@@ -117,10 +117,20 @@ class VideoAudio(nn.Module):
         seen = self.video_in(self.patches(video)) + self.where  # (B, F, P, C)
         windows = audio.unflatten(1, (-1, self.window))  # (B, F, W)
         heard = self.audio_in(functional.pad(windows, (0, 0, 1, 0))[:, :-1])  # the sound before each frame: (B, F, C)
-        context = {} if text is None else {"context": self.embed(text) + self.place[: text.shape[1]]}  # (B, L, C)
+        context = {} if text is None else {"context": self.read(text)}
         seen, heard = self.blocks(seen.flatten(1, 2), heard, **context)  # (B, F * P, C), (B, F, C)
         frames = self.video_out(self.video_norm(seen)).unflatten(1, (video.shape[1], -1))  # (B, F, P, patch)
         return self.pictures(frames), self.audio_out(self.audio_norm(heard)).flatten(1)
+
+    def read(self, text: Tensor) -> Tensor:
+        """The words and their places: (B, L) -> (B, L, C)."""
+        try:
+            return self.embed(text) + self.place[: text.shape[1]]
+        except IndexError:  # on CUDA it is the kernel that asserts: looking at values would wait for the device
+            raise ValueError(
+                f"VideoAudio: words must lie between 0 and {self.vocabulary - 1}, the vocabulary, not between "  # type: ignore[operator]
+                f"{text.min()} and {text.max()}"
+            ) from None
 
     def loss(self, video: Tensor, audio: Tensor, text: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The mean squared errors of the frames, from the second one on, and of the sound."""
@@ -165,6 +175,8 @@ class VideoAudio(nn.Module):
                 f"VideoAudio: text must be ({len(video)}, 1 to {self.text_length} words), not {_shape(text)}; a model "
                 "without text has no vocabulary"
             )
+        if text is not None and text.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"VideoAudio: text is ids of words in int64 or int32, not {text.dtype}; use text.long()")
 
 
 class Attention(nn.Module):
