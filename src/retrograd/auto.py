@@ -125,8 +125,13 @@ class Learned:
 
     def learn(self, key: Any, saved: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
         """Note the most that an update saves, less what is there anyway (weights, keywords)."""
-        there = {tensor.untyped_storage()._cdata for tensor in outside}
-        storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in saved)}
+        there, storages = (
+            {
+                storage._cdata: storage.nbytes()
+                for storage in (t.untyped_storage() for t in tensors if t.layout is torch.strided)
+            }
+            for tensors in (outside, saved)
+        )
         size = sum(size for storage, size in storages.items() if storage not in there)
         self.saved[key] = max(size, self.saved.get(key, 0))
 

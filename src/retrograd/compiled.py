@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from .engine import execute
 from .streams import Stream
@@ -24,16 +25,21 @@ def run(
     module: Reversible, streams: Mapping[str, Stream], kwargs: dict[str, Any], compiling: bool
 ) -> dict[str, Stream]:
     """`Reversible.run`, unseen by Dynamo."""
-    through = (lambda fn: _compiled(module, fn)) if compiling else None
-    return execute(module.described(kwargs), streams, module.policy_for(streams), through)
+    if not compiling:
+        return execute(module.described(kwargs), streams, module.policy_for(streams))
+    used: dict[int, tuple[Any, Any]] = {}
 
+    def through(fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`torch.compile(fn)`, the same one at each call."""
+        known = module.compiled.get(id(fn))
+        if known is None or known[0] is not fn:
+            known = fn, torch.compile(fn, **module.compile_options)
+        used[id(fn)] = known
+        return known[1]
 
-def _compiled(module: Reversible, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile(fn)`, the same one at each call."""
-    known = module.compiled.get(id(fn))
-    if known is None or known[0] is not fn:
-        known = (fn, torch.compile(fn, **module.compile_options))
-    while len(module.compiled) > 4096:  # functions made anew at each call would gather here
-        module.compiled.pop(next(iter(module.compiled)))
-    module.compiled[id(fn)] = known
-    return known[1]
+    try:
+        return execute(module.described(kwargs), streams, module.policy_for(streams), through)
+    finally:
+        # Functions made anew at each call would gather. Their replays have what they need.
+        modules = {key: known for key, known in module.compiled.items() if isinstance(known[0], nn.Module)}
+        module.compiled = modules | used

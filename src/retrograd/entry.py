@@ -195,7 +195,7 @@ class Entry:
             if self.kept is None:
                 saved.tensors = []
 
-    def replay(self, streams: Flat, *, undone: bool = False) -> tuple[Saved, list[Tensor]]:
+    def replay(self, streams: Flat, stood: dict[int, bool], *, undone: bool = False) -> tuple[Saved, list[Tensor]]:
         """Run `fn` again: what it saves, and the target as it was before the update (`undone`: it is that already)."""
         step, update = self.step, self.step.update
         target = streams[update.target]
@@ -209,7 +209,7 @@ class Entry:
         try:
             with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.__getitem__):
                 try:
-                    parts = self.call.replay(lambda: self._called(sources, target, 1))
+                    parts = self.call.replay(lambda: self._called(sources, target, 1), stood)
                 except Enough as enough:
                     if enough.args[0] is not saved:
                         raise

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from .capture import Capture, Rehearsal, current
+from .streams import copied, leaves_of, versions
 from .surroundings import default_generators, restore, same, state
 from .update import Update
 
@@ -27,16 +29,29 @@ class Phase:
     replaying: bool
 
 
+class Remembered:
+    """A value of `remember`, and the generators that computing it moved, to where."""
+
+    __slots__ = ("value", "drawn", "tensors", "versions")
+
+    def __init__(self, value: Any, drawn: list[tuple[torch.Generator, Any]]) -> None:
+        self.value, self.drawn = copied(value), drawn  # fn may empty the list it got
+        self.tensors = leaves_of(value, Tensor)
+        self.versions = versions(self.tensors)
+
+
 class _Frame:
     """One running `fn`. `remembered` is None where there will be no replay."""
 
     __slots__ = ("phase", "remembered", "generators", "recalled")
 
-    def __init__(self, phase: Phase, remembered: list[Any] | None, generators: Sequence[torch.Generator]) -> None:
+    def __init__(
+        self, phase: Phase, remembered: list[Remembered] | None, generators: Sequence[torch.Generator]
+    ) -> None:
         self.phase, self.remembered, self.generators, self.recalled = phase, remembered, generators, 0
 
-    def recall(self) -> tuple[Any, list[tuple[torch.Generator, Any]]]:
-        """What was remembered next in the forward: the value, and the generators it moved."""
+    def recall(self) -> Remembered:
+        """What was remembered next in the forward."""
         assert self.remembered is not None
         if self.recalled == len(self.remembered):
             raise RuntimeError(
@@ -44,7 +59,13 @@ class _Frame:
                 f"than in its forward ({self.recalled} times): fn is not deterministic"
             )
         self.recalled += 1
-        return self.remembered[self.recalled - 1]
+        remembered = self.remembered[self.recalled - 1]
+        if versions(remembered.tensors) != remembered.versions:
+            raise RuntimeError(
+                f"update {self.phase.update} (target {self.phase.target!r}): what remember() returned was changed in "
+                "place since, so its replay would see something else; clone it in fn before changing it"
+            )
+        return remembered
 
 
 class _Frames(threading.local):
@@ -61,7 +82,7 @@ def running(
     index: int,
     update: Update,
     function: Callable[[], T],
-    remembered: list[Any] | None,
+    remembered: list[Remembered] | None,
     generators: Sequence[torch.Generator] = (),
     replaying: bool = False,
 ) -> T:
@@ -115,14 +136,16 @@ def remember(compute: Callable[[], T]) -> T:
     # The outermost replay decides: what runs inside it, forward or backward, must repeat what ran then.
     recalled = [frame.recall() for frame in frames if frame.phase.replaying]
     if recalled:
-        value, drawn = recalled[0]
-        for generator, after in drawn:
+        remembered = recalled[0]
+        for generator, after in remembered.drawn:
             restore(generator, after)
+        value = copied(remembered.value)
     else:
         value, drawn = _computed(compute, frames)
+        remembered = Remembered(value, drawn)
     for frame in frames:
         if not frame.phase.replaying:
-            frame.remembered.append((value, drawn))  # type: ignore[union-attr]
+            frame.remembered.append(remembered)  # type: ignore[union-attr]
     return value
 
 

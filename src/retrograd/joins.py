@@ -178,6 +178,8 @@ class ExactAdd(Join):
             if not isinstance(range, (int, float)) or not 0 < range < math.inf:
                 raise ValueError(f"ExactAdd: range must be a positive number, not {range!r}")
             object.__setattr__(self, "grid", 2.0 ** (math.ceil(math.log2(range)) - 24))
+        if isinstance(self.gain, bool) or not isinstance(self.gain, (int, float)) or not math.isfinite(self.gain):
+            raise ValueError(f"ExactAdd: gain must be a finite number, not {self.gain!r}")
         if not isinstance(self.grid, (int, float)) or self.grid <= 0 or math.frexp(self.grid)[0] != 0.5:
             raise ValueError(f"ExactAdd: grid must be a power of two such as 2**-13, not {self.grid!r}")
 

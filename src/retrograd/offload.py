@@ -34,15 +34,16 @@ class Shelf:
         self.boxes.append(boxes)
         seen: list[tuple[Tensor, int | None]] = []
 
-        def pack(tensor: Tensor) -> Tensor | Box:
+        def pack(tensor: Tensor) -> tuple[Tensor, int | None] | Box:
             if not tensor.is_cuda or tensor.nbytes < self.smallest or _is_weight(tensor):
-                return tensor if tensor.is_leaf else tensor.detach()  # a node must not hold its own output
+                stays = tensor if tensor.is_leaf else tensor.detach()  # a node must not hold its own output
+                return stays, version(stays)
             seen.append((tensor, version(tensor)))  # alive until fn returns: it must not change under the copy
             boxes.append(Box(tensor))
             return boxes[-1]
 
         try:
-            with saved_tensors_hooks(pack, functools.partial(self.unpack, position)):
+            with saved_tensors_hooks(pack, functools.partial(self.unpack, label, position)):
                 out = function()
             if any(version(tensor) != then for tensor, then in seen):
                 raise RuntimeError(f"{label}: a tensor that fn saved for its backward was changed in place afterwards")
@@ -50,10 +51,16 @@ class Shelf:
         finally:
             seen.clear()
 
-    def unpack(self, position: int, packed: Tensor | Box) -> Tensor:
+    def unpack(self, label: str, position: int, packed: tuple[Tensor, int | None] | Box) -> Tensor:
         """A saved tensor, back on its device; the update before this one is fetched meanwhile."""
-        if isinstance(packed, Tensor):
-            return packed
+        if isinstance(packed, tuple):
+            tensor, then = packed
+            if version(tensor) != then:  # autograd does not look where there are hooks
+                raise RuntimeError(
+                    f"{label}: a tensor of shape {tuple(tensor.shape)} that fn saved for its backward was changed in "
+                    "place afterwards; change it after the backward"
+                )
+            return tensor
         if position != self.fetched:
             self.fetched = position
             for box in self.boxes[position - 1] if position else ():

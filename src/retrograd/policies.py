@@ -56,6 +56,11 @@ class Reverse(Policy):
         if self.save is not None:
             object.__setattr__(self, "save", _saved(self.save))
 
+    def __reduce__(self) -> Any:
+        """Operators cannot be pickled; their names can."""
+        save = [str(operator) for operator in self.save] if isinstance(self.save, tuple) else self.save
+        return Reverse, (self.anchor_every, save, self.watch, self.on_drift)
+
 
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",
@@ -76,8 +81,7 @@ def _saved(save: str | Sequence[Any]) -> Literal["output"] | tuple[Any, ...]:
     operators = []
     for operator in save if isinstance(save, (list, tuple, set)) else [save]:
         if isinstance(operator, str):
-            namespace, _, name = operator.removeprefix("torch.ops.").replace("::", ".").rpartition(".")
-            operator = getattr(getattr(torch.ops, namespace or "aten"), name, None)
+            operator = _operator(operator.removeprefix("torch.ops.").replace("::", ".").split("."))
         if isinstance(operator, torch._ops.OpOverloadPacket):
             operators += [getattr(operator, overload) for overload in operator.overloads()]
         elif isinstance(operator, torch._ops.OpOverload):
@@ -88,6 +92,13 @@ def _saved(save: str | Sequence[Any]) -> Literal["output"] | tuple[Any, ...]:
                 f"not {save!r}"
             )
     return tuple(operators)
+
+
+def _operator(names: list[str]) -> Any:
+    """ "mm", "aten.mm" or "aten.mm.default"; None if there is no such operator."""
+    namespace, name, *overload = names if len(names) > 1 else ["aten", *names]
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return getattr(packet, overload[0], None) if overload else packet
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """What a callable can be seen to use: modules, tensors and generators, found through its submodules, its closure, its
-globals, its defaults, and the objects these lead to. What it reaches in other ways stays unseen.
+globals, its defaults, the code of its class, and the objects these lead to. What it reaches in other ways stays unseen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,9 +16,15 @@ import torch
 from torch import Tensor, nn
 
 _SIMPLE = (type(None), str, bytes, int, float, complex, type, types.ModuleType, types.BuiltinFunctionType, torch.dtype)
+_PLAIN = frozenset({type(None), str, bytes, bool, int, float, complex, type, types.ModuleType, torch.dtype})
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _REGISTRIES = frozenset(nn.Module().__dict__)
 _FAR = 1 << 30
+_FEW = 64  # in a longer dict, what is bound anew is not put back
 _MANY = 4096  # a longer container is data; looking through more than that at each call would take too long
+
+MISSING: Any = object()
+"""Stands for the value of a name that is not bound."""
 
 
 class Reached:
@@ -28,12 +36,12 @@ class Reached:
         self.modules: list[nn.Module] = []  # all of them
         self.own: list[nn.Module] = []  # those that fn itself is made of
         self.tensors: list[Tensor] = []
-        self.variables: list[tuple[Any, str, Tensor]] = []  # where a tensor is bound to a name
+        self.variables: list[tuple[Any, Any, Any]] = []  # where a name is bound, the name, and to what
         self.generators: list[torch.Generator] = []
         self._seen: dict[int, int] = {}  # how far each object was followed
 
     def walk(self, module: nn.Module, *, own: bool) -> None:
-        """A module and its submodules; and what its hooks and its attributes lead to."""
+        """A module and its submodules; and what its hooks, its attributes and its code lead to."""
         # `_modules`, `_parameters` and `_buffers` instead of the public generators: ten times faster, and parameters
         # can be exchanged for plain tensors. tests/test_reach.py fails when they change.
         if id(module) in self._seen:
@@ -46,17 +54,18 @@ class Reached:
             self.look(module.__dict__["forward"], 3)
         if module._forward_hooks or module._forward_pre_hooks:
             self.look([*module._forward_hooks.values(), *module._forward_pre_hooks.values()], 3)
-        if not _of_torch(type(module)):
+        if not of_torch(kind := type(module)):
             for name, value in module.__dict__.items():
-                kind = type(value)
-                if kind is torch.Generator:
-                    self.generators.append(value)
-                elif kind is Tensor:
+                if type(value) in _PLAIN or name in _REGISTRIES:
+                    continue
+                if isinstance(value, Tensor):
                     self.variables.append((module.__dict__, name, value))
                     if own:
                         self.tensors.append(value)
-                elif kind in (list, tuple, dict, set) and name not in _REGISTRIES:
+                else:
                     self.look(value, 3)
+            if named := _named_by(kind, "forward"):
+                self._names(named)
         for child in module._modules.values():
             if child is not None:
                 self.walk(child, own=own)
@@ -85,12 +94,32 @@ class Reached:
         else:
             if isinstance(value, types.FunctionType):
                 self.variables += _variables(value)
+            else:
+                entries = value if isinstance(value, dict) else getattr(value, "__dict__", ())
+                if isinstance(entries, dict) and len(entries) <= _FEW:
+                    self.variables += [
+                        (entries, k, v) for k, v in entries.items() if isinstance(v, (Tensor, nn.Module))
+                    ]
+                if not isinstance(value, _CONTAINERS) and (named := _named_by(type(value), "__call__")):
+                    self._names(named)
             for inner in _held_by(value):
-                self.look(inner, depth - 1)
+                if type(inner) not in _PLAIN:
+                    self.look(inner, depth - 1)
+
+    def _names(self, named: tuple[tuple[Any, str], ...]) -> None:
+        """What the code of a class names: globals and class attributes."""
+        for where, name in named:
+            value = where.get(name)
+            if isinstance(value, (Tensor, nn.Module, int, float)) and isinstance(where, dict):
+                self.variables.append((where, name, value))
+            if isinstance(value, (Tensor, nn.Module, torch.Generator)):
+                self.look(value, 1)
+            elif isinstance(value, _CONTAINERS):
+                self.look(value, 2)
 
 
 @functools.lru_cache(1024)
-def _of_torch(kind: type[nn.Module]) -> bool:
+def of_torch(kind: type[nn.Module]) -> bool:
     """Modules that keep all they have in the registries."""
     return kind.__module__.startswith("torch.nn.modules.")
 
@@ -111,17 +140,16 @@ def _held_by(value: Any) -> Iterator[Any]:
     """The objects that a function, a container or another object refers to."""
     if isinstance(value, types.FunctionType):
         yield getattr(value, "__wrapped__", None)
-        if (value.__module__ or "").split(".")[0] == "torch":
+        if _package(value) == "torch":
             return
         yield from value.__defaults__ or ()
         yield from (value.__kwdefaults__ or {}).values()
         for cell in value.__closure__ or ():
             with contextlib.suppress(ValueError):  # a cell that is still empty
                 yield cell.cell_contents
-        for name in _names(value.__code__):
-            if not isinstance(known := value.__globals__.get(name), _SIMPLE):
-                yield known
-    elif isinstance(value, (list, tuple, set, frozenset)):
+        for name in _globals_of(value.__code__):
+            yield value.__globals__.get(name)
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from value if len(value) <= _MANY else ()
     elif isinstance(value, dict):
         yield from value.values() if len(value) <= _MANY else ()
@@ -139,27 +167,72 @@ class Cell:
     def __init__(self, cell: types.CellType) -> None:
         self.cell = cell
 
-    def get(self, name: str) -> Any:
-        with contextlib.suppress(ValueError):  # it is empty
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
             return self.cell.cell_contents
+        except ValueError:  # it is empty
+            return default
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.cell.cell_contents = value
 
+    def pop(self, name: str) -> None:
+        del self.cell.cell_contents
 
-def _variables(function: types.FunctionType) -> Iterator[tuple[Any, str, Tensor]]:
-    """The tensors that a function finds in its closure and among its globals."""
+
+def _variables(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
+    """What the names in a function are bound to: all in its closure; of its globals, tensors, modules and numbers."""
     for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
-        if isinstance(known := (variable := Cell(cell)).get(name), Tensor):
+        if (known := (variable := Cell(cell)).get(name, MISSING)) is not MISSING:
             yield variable, name, known
-    for name in _names(function.__code__):
-        if isinstance(known := function.__globals__.get(name), Tensor):
+    for name in _globals_of(function.__code__):
+        if isinstance(known := function.__globals__.get(name), (Tensor, nn.Module, int, float)):
             yield function.__globals__, name, known
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """The globals that a function and the functions inside it may use."""
-    yield from code.co_names
+@functools.lru_cache(4096)
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that a function and the functions inside it name."""
+    names = {step.argval: None for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            names |= dict.fromkeys(_globals_of(constant))
+    return tuple(names)
+
+
+@functools.lru_cache(1024)
+def _named_by(kind: type, method: str) -> tuple[tuple[Any, str], ...]:
+    """The globals and class attributes that a method names, and what it calls of its class and its package, less what
+    can hold nothing. Which names these are is found once for a class; what they are bound to, at each call."""
+    found: dict[tuple[int, str], tuple[Any, str]] = {}
+    package, seen, functions, names = kind.__module__.split(".")[0], set(), [], [method]
+    while names or functions:
+        if names:
+            name = names.pop()
+            base = next((base for base in kind.__mro__ if name in vars(base)), object)
+            if (base, name) in seen or base in (object, nn.Module):
+                continue
+            seen.add((base, name))
+            member = vars(base)[name]
+            member = getattr(member, "__func__", getattr(member, "fget", member))  # of a class, static, a property
+            if isinstance(member, types.FunctionType):
+                functions.append(member)
+            elif not callable(member) and type(member) not in _PLAIN:
+                found[id(base), name] = vars(base), name
+            continue
+        function = functions.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        names += function.__code__.co_names
+        for name in _globals_of(function.__code__):
+            value = function.__globals__.get(name, MISSING)
+            if isinstance(value, types.FunctionType):
+                functions += [value] if _package(value) == package != "retrograd" else []
+            elif value is not MISSING and not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
+                found[id(function.__globals__), name] = function.__globals__, name
+    return tuple(found.values())
+
+
+def _package(function: types.FunctionType) -> str:
+    return (function.__module__ or "").split(".")[0]

@@ -7,7 +7,7 @@ Autograd is not mentioned here: see engine.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .capture import Capture, Rehearsal, current
-from .frames import running
-from .reach import reach
+from .frames import Remembered, running
+from .reach import MISSING, of_torch, reach
 from .streams import leaves_of, version, versions
 from .surroundings import Surroundings, digest, restore, same, state
 from .update import Update
@@ -37,24 +37,31 @@ class Call:
         "spent",
         "modes",
         "held",
+        "hooks",
         "moved",
         "grads",
         "read",
         "versions",
+        "near",
+        "near_versions",
     )
 
     def __init__(self, index: int, update: Update, surroundings: Surroundings) -> None:
         self.index, self.update, self.surroundings = index, update, surroundings
-        self.remembered: list[Any] = []
-        self.random: list[tuple[torch.Generator, Any, int]] = []  # generators the forward moved: whence, whither (R4)
+        self.remembered: list[Remembered] = []
+        # generators: whence, and whither the forward moved each, if it did (R4)
+        self.random: list[tuple[torch.Generator, Any, int | None]] = []
         self.twin: list[tuple[torch.Generator, torch.Generator]] = []  # instead, inside a CUDA graph: see capture.py
         self.spent = False
         self.modes: list[tuple[nn.Module, bool]] = []  # the modules of fn and their training flags
-        self.held: list[tuple[Any, str, Any]] = []  # their parameters and buffers, and variables: where, name, what
+        self.held: list[tuple[Any, str, Any]] = []  # their members, and variables: where, name, what
+        self.hooks: list[dict[str, Any] | None] = []  # and the hooks of each that has some
         self.moved: list[tuple[nn.Module, dict[str, Tensor | None]]] = []  # copies of buffers that the forward moved
         self.grads: list[tuple[Tensor, bool]] = []  # which of the tensors that fn reads need gradients
         self.read: list[Tensor] = []  # what must not change until the replay (R7),
         self.versions: list[int | None] = []  # and at which version it was
+        self.near: list[Tensor] = []  # weights of modules that fn only can be seen to know,
+        self.near_versions: list[int | None] = []  # likewise
 
     def forward(self, function: Callable[[], T], states: list[Any]) -> tuple[T, bool]:
         """Run `fn` for the first time and note what it depends on; also whether it can be replayed.
@@ -69,20 +76,26 @@ class Call:
         self.held = [
             (where, name, tensor)
             for module in reached.modules
-            for where in (module._parameters, module._buffers)
+            for where in (module._parameters, module._buffers, module._modules)
             if isinstance(where, dict)  # not those of TorchScript, which cannot be exchanged
             for name, tensor in where.items()
         ]
+        self.hooks = [_hooks(m) if m._forward_hooks or m._forward_pre_hooks else None for m in reached.modules]
         # Without their graphs: a tensor that fn left in a module holds the graph of the call before, and so its tape.
         tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in reached.tensors]
         parameters = [p for m in reached.modules for p in m._parameters.values() if p is not None]
         self.grads = [(tensor, tensor.requires_grad) for tensor in reached.tensors + parameters if tensor.is_leaf]
-        # A closure may show more modules than fn reads, and those may well change: watch only what fn itself is.
         if len(reached.own) < len(reached.modules):
+            # A closure may show more modules than fn reads, and those may well change.
+            own = {id(module) for module in reached.own}
+            others = (m._parameters.values() for m in reached.modules if id(m) not in own)
+            self.near = [p for values in others for p in values if p is not None and p.requires_grad]
+            self.near_versions = versions(self.near)
             parameters = [p for m in reached.own for p in m._parameters.values() if p is not None]
         self.read = tensors + parameters
         self.versions = versions(self.read)
         before = [(module, _snapshot(module)) for module in reached.modules if module._buffers]
+        marks = [(module, _marks(module)) for module, _ in before if not of_torch(type(module))]
 
         out = self._first(function, reached.generators, states)
 
@@ -91,12 +104,20 @@ class Call:
                 f"{self.update.label(self.index)}: fn changes {changed} in place, and a replay would change it again; "
                 "return what is new, hold it in a buffer, or give this update policy=Keep()"
             )
-        # Other tensors with a name are put back as parameters are, but not what fn itself binds anew.
-        self.held += [(where, name, tensor) for where, name, tensor in reached.variables if where.get(name) is tensor]
+        # What else has a name is put back as parameters are, but not what fn itself binds anew.
+        self.held += [
+            (where, name, _without_graph(value)) for where, name, value in reached.variables if where.get(name) is value
+        ]
         if not before:
             return out, True
         own = {id(module) for module in reached.own}
         replayable = [self._settle(module, buffers, id(module) in own) for module, buffers in before]
+        moved = {id(module) for module, _ in self.moved}
+        for module, then in marks:
+            if id(module) in moved:  # half of a module's state from then and half from now would be neither
+                now, where = _marks(module), module.__dict__
+                changed = [name for name in then | now if now.get(name, MISSING) is not then.get(name, MISSING)]
+                self.held += [(where, name, then.get(name, MISSING)) for name in changed]
         return out, all(replayable)
 
     def _first(self, function: Callable[[], T], own: list[torch.Generator], states: list[Any]) -> T:
@@ -110,10 +131,14 @@ class Call:
         out = running(self.index, self.update, function, self.remembered, generators)
         states[:] = self.surroundings.states()
         after = states + [state(generator) for generator in own]
-        changes = zip(generators, before, after, strict=True)
-        self.random = [(g, then, digest(now)) for g, then, now in changes if not same(then, now)]
+        for position, (generator, then, now) in enumerate(zip(generators, before, after, strict=True)):
+            stood = same(then, now)
+            self.random.append((generator, then, None if stood else digest(now)))
+            if stood and position < len(states):
+                states[position] = then  # one state for all calls that leave it alone
         if isinstance(recording, Rehearsal):
-            recording.note(self.update.label(self.index), [(generator, then) for generator, then, _ in self.random])
+            drawn = [(generator, then) for generator, then, whither in self.random if whither is not None]
+            recording.note(self.update.label(self.index), drawn)
         return out
 
     def _settle(self, module: nn.Module, before: dict[str, Any], direct: bool) -> bool:
@@ -138,57 +163,87 @@ class Call:
                 self.versions = self.versions + versions(buffers)
         return True
 
-    def replay(self, function: Callable[[], T]) -> T:
-        """Run `fn` again as it ran, and leave no trace (R3)."""
+    def replay(self, function: Callable[[], T], stood: dict[int, bool] | None = None) -> T:
+        """Run `fn` again as it ran, and leave no trace (R3). `stood` is what one pass knows of the generators."""
+        stood = {} if stood is None else stood
         if (changed := self._changed()) is not None:
             raise RuntimeError(
                 f"{self.update.label(self.index)}: {changed} was changed in place between forward and backward; "
                 "change it after the backward, or give this update policy=Keep()"
             )
-        now: list[tuple[torch.Generator, Any]] = [(generator, state(generator)) for generator, _, _ in self.random]
-        now += [(generator, generator.graphsafe_get_state()) for generator, _ in self._twin()]
+        drawn = [(*each, state(each[0])) for each in self.random if each[2] is not None or self._elsewhere(each, stood)]
+        twins = [(generator, twin, generator.graphsafe_get_state()) for generator, twin in self._twin()]
         flipped: list[nn.Module] = []
         frozen = [tensor for tensor, needed in self.grads if tensor.requires_grad != needed and tensor.is_leaf]
         swapped: list[tuple[Any, str, Any]] = []
         try:
             for tensor in frozen:
                 tensor.requires_grad_(not tensor.requires_grad)
-            for module, training in self.modes:
+            for (module, training), hooks in zip(self.modes, self.hooks, strict=True):
                 if module.training != training:
                     flipped.append(module)
                     module.training = training
+                if hooks is not None or module._forward_hooks or module._forward_pre_hooks:
+                    for name in _HOOKS:
+                        then = {} if hooks is None else hooks[name]
+                        if then != getattr(module, name):  # added or removed since
+                            _exchange(module.__dict__, name, then, swapped)
             for where, name, then in self.held:
-                if where.get(name) is not then:  # another than in the forward: functional_call
+                if where.get(name, MISSING) is not then:  # another than in the forward: functional_call
                     _exchange(where, name, then, swapped)
             for module, copies in self.moved:
                 for name, copy in copies.items():
                     _exchange(module._buffers, name, None if copy is None else copy.clone(), swapped)
-            for generator, then, _ in self.random:
+            for generator, then, _, _ in drawn:
                 restore(generator, then)
-            for generator, twin in self.twin:
+            for generator, twin, _ in twins:
                 restore(generator, twin)
             out = self.surroundings.run(
                 lambda: running(self.index, self.update, function, self.remembered, (), replaying=True)
             )
             if any(
-                digest(drawn := state(generator)) != after and not same(drawn, then)  # none at all is fine
-                for generator, then, after in self.random
+                whither is not None and digest(end := state(generator)) != whither and not same(end, then)
+                for generator, then, whither, _ in drawn  # none at all is fine
             ):
                 raise RuntimeError(
                     f"{self.update.label(self.index)} draws other random numbers in its replay than in its forward (an "
                     "operator with dropout under Reverse(save=...), a fn that is not deterministic, or another thread "
                     "that draws from the same generator); give it policy=Keep(), or the thread a generator of its own"
                 )
+            if self.near and (now := versions(self.near)) != self.near_versions:
+                self._refuse_changed(out, now)
             return out
         finally:
-            for generator, seen in now:
-                restore(generator, seen)
-            for where, name, tensor in reversed(swapped):
-                where[name] = tensor
+            for generator, _, _, here in drawn:
+                restore(generator, here)
+            for generator, _, here in twins:
+                restore(generator, here)
+            for where, name, value in reversed(swapped):
+                _bind(where, name, value)
             for module in flipped:
                 module.training = not module.training
             for tensor in frozen:
                 tensor.requires_grad_(not tensor.requires_grad)
+
+    @staticmethod
+    def _elsewhere(noted: tuple[torch.Generator, Any, int | None], stood: dict[int, bool]) -> bool:
+        """Whether a generator that the forward left where it was is elsewhere now: fn may have drawn and put it back,
+        as fork_rng does. Asked once a pass, since the calls that left it alone share its state."""
+        generator, then, _ = noted
+        if (answer := stood.get(id(then))) is None:
+            answer = stood[id(then)] = same(state(generator), then)
+        return not answer
+
+    def _refuse_changed(self, out: Any, now: list[int | None]) -> None:
+        """An error if the replay used a weight that is no longer what it was: saved or not, it computes with it."""
+        changed = {id(p): p for p, a, b in zip(self.near, now, self.near_versions, strict=True) if a != b}
+        for weight in _weights_of(leaves_of(out, Tensor)):
+            if id(weight) in changed:
+                raise RuntimeError(
+                    f"{self.update.label(self.index)}: {self._named(weight)} of shape {tuple(weight.shape)} was "
+                    "changed in place between forward and backward; change it after the backward, or give this "
+                    "update policy=Keep()"
+                )
 
     def _twin(self) -> list[tuple[torch.Generator, torch.Generator]]:
         """Inside a CUDA graph: what to draw from. A twin has moved on after its first use, and cannot be put back."""
@@ -236,7 +291,8 @@ class Call:
 
 
 # Modules whose buffers did not move in their last call, in training and not: theirs are not copied beforehand. A wrong
-# guess costs memory once (see Call._settle), never a wrong gradient.
+# guess costs memory once (see Call._settle), and a wrong gradient only where the buffer is written through `.data`,
+# which nobody can see.
 _still: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), False: weakref.WeakSet()}
 
 
@@ -247,11 +303,62 @@ _restless: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), Fa
 
 def _exchange(where: Any, name: str, other: Any, swapped: list[tuple[Any, str, Any]]) -> None:
     """Bind a name to what it was bound to, and note what it is bound to now."""
-    current = where.get(name)
+    current = where.get(name, MISSING)
     # DTensors are left to FSDP2, which exchanges sharded and whole parameters by itself.
     if not _is_dtensor(current) and not _is_dtensor(other):
         swapped.append((where, name, current))
-        where[name] = other
+        _bind(where, name, other)
+
+
+def _bind(where: Any, name: str, value: Any) -> None:
+    if value is not MISSING:
+        where[name] = value
+    elif where.get(name, MISSING) is not MISSING:
+        where.pop(name)
+
+
+def _without_graph(value: Any) -> Any:
+    """The same values with nothing behind them: what is bound to a name may be the result of an earlier program, and
+    hold its tape."""
+    if not isinstance(value, Tensor) or value.is_leaf:
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+def _hooks(module: nn.Module) -> dict[str, Any]:
+    """The forward hooks of a module as they are."""
+    return {name: dict(getattr(module, name)) for name in _HOOKS}
+
+
+def _marks(module: nn.Module) -> dict[str, Any]:
+    """The numbers and flags in the attributes of a module: they are the other half of the state in its buffers."""
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if name != "training" and (value is None or type(value) in (bool, int, float))
+    }
+
+
+def _weights_of(leaves: list[Tensor]) -> Iterator[Tensor]:
+    """The leaves of the graph behind these tensors."""
+    seen: set[Any] = set()
+    todo = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            if (variable := getattr(node, "variable", None)) is not None:
+                yield variable
+            todo += [inner for inner, _ in node.next_functions if inner is not None]
 
 
 def _snapshot(module: nn.Module) -> dict[str, tuple[Tensor | None, int | None, Tensor | None]]:
@@ -266,11 +373,14 @@ def _snapshot(module: nn.Module) -> dict[str, tuple[Tensor | None, int | None, T
 
 
 def _differ(before: dict[str, Any]) -> bool:
-    """Whether a buffer differs from its copy. (Fake tensors have no values: there, versions must do.)"""
+    """Whether a buffer differs from its copy. Where values cannot be compared (fake, sparse), versions must do."""
     return any(
         not torch.equal(buffer, copy)
         for buffer, _, copy in before.values()
-        if copy is not None and type(copy).__name__ != "FakeTensor"
+        if copy is not None
+        and copy.layout is torch.strided
+        and not copy.is_meta
+        and type(copy).__name__ != "FakeTensor"
     )
 
 

@@ -73,6 +73,11 @@ def versions(tensors: list[Tensor]) -> list[int | None]:
         return [version(tensor) for tensor in tensors]
 
 
+def copied(tree: Any) -> Any:
+    """The same leaves in containers of their own."""
+    return tree if isinstance(tree, Tensor) else pytree.tree_map(lambda leaf: leaf, tree)
+
+
 def map_tensors(function: Callable[..., Tensor], *streams: Stream) -> Stream:
     """The stream that `function` makes of streams of one structure, tensor by tensor.
 

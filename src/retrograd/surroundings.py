@@ -1,5 +1,5 @@
 """The global state that a program runs in, read at its forward and put back for each replay (R3, R5): autocast, the
-attention backends that may be chosen, the random generators.
+attention backends that may be chosen, the default dtype, the random generators.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ T = TypeVar("T")
 class Surroundings:
     """What surrounds a program while it runs forward."""
 
-    __slots__ = ("kinds", "autocast", "attention", "generators")
+    __slots__ = ("kinds", "autocast", "attention", "dtype", "generators")
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         devices = set(devices)
         kinds = {"cpu"} | {device.type for device in devices}
         self.kinds = sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
         self.autocast = _autocast(self.kinds)
-        self.attention = _attention()
+        self.attention, self.dtype = _attention(), torch.get_default_dtype()
         self.generators = default_generators(devices)
 
     def states(self) -> list[Any]:
@@ -33,12 +33,15 @@ class Surroundings:
     def run(self, function: Callable[[], T]) -> T:
         """Call `function` in these surroundings, whatever surrounds this call; autocast's weight cache is off (R5)."""
         autocast, attention, cache = _autocast(self.kinds), _attention(), torch.is_autocast_cache_enabled()
+        dtype = torch.get_default_dtype()
         try:
             torch.set_autocast_cache_enabled(False)
             if autocast != self.autocast:
                 _set_autocast(self.autocast)
             if attention != self.attention:
                 _set_attention(self.attention)
+            if dtype != self.dtype:
+                torch.set_default_dtype(self.dtype)
             return function()
         finally:
             torch.set_autocast_cache_enabled(cache)
@@ -46,6 +49,8 @@ class Surroundings:
                 _set_autocast(autocast)
             if attention != self.attention:
                 _set_attention(attention)
+            if dtype != self.dtype:
+                torch.set_default_dtype(dtype)
 
 
 def transformed() -> bool:

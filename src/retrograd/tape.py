@@ -73,6 +73,8 @@ class Tape:
     def begin(self, finals: list[Tensor], *, again: bool) -> Reversal:
         """A backward pass has come to the exit. `again`: it builds a graph whose backward may not come by here."""
         current = _current_pass()
+        while len(self.passes) >= 8:  # those that failed elsewhere; passes inside of passes are few
+            self.passes.pop(next(iter(self.passes)))
         rest = iter(finals)
         streams = {name: [next(rest) for _ in range(size)] for name, size in zip(self.names, self.sizes, strict=True)}
         reversal = self.passes[current] = Reversal(self.entries, streams, self.watch)
@@ -101,7 +103,11 @@ class Tape:
             if (live := self.entries[position].live) is not None:
                 return live[slot]
             reversal = self.begin(self._finals(position), again=False)
-        return reversal.serve(position, slot)
+        try:
+            return reversal.serve(position, slot)
+        except BaseException:
+            self.passes.pop(_current_pass(), None)  # it has failed, and will not come to its end
+            raise
 
     def _finals(self, position: int) -> list[Tensor]:
         """The final streams, for a pass that has not come through the exit: there after `create_graph` only (R12)."""
@@ -124,6 +130,7 @@ class Reversal:
         self.entries, self.streams, self.watch = entries, streams, watch
         self.position = len(entries)  # every update from here on is undone in `streams`
         self.captured: dict[int, Saved] = {}
+        self.stood: dict[int, bool] = {}  # see Call.replay
         self.lock = threading.RLock()  # autograd runs one thread per device
 
     def serve(self, position: int, slot: int) -> Tensor:
@@ -151,8 +158,8 @@ class Reversal:
         """Reverse one update. `passing`: only to get to an earlier one, since nobody asked for what this one saved."""
         entry = self.entries[self.position - 1]
         sharded = entry.call.sharded() if passing else []
-        with _outside_transforms() if _inside_transforms() else _NOTHING:
-            captured, before = entry.replay(self.streams)
+        with _outside_transforms() if _inside_transforms() else _NOTHING, _as_subclasses():
+            captured, before = entry.replay(self.streams, self.stood)
         for module in sharded:
             module.reshard()  # FSDP2 expects no forward after a module's backward, and would leave it whole
         self.streams[entry.step.update.target] = before
@@ -185,7 +192,8 @@ class Reversal:
                 f"{entry}: a saved tensor was asked for twice in one backward pass, the second time after the pass "
                 "had gone on"
             )
-        self.captured[position], _ = entry.replay(self.streams, undone=True)
+        with _as_subclasses():
+            self.captured[position], _ = entry.replay(self.streams, self.stood, undone=True)
         return self.captured[position]
 
 
@@ -202,7 +210,8 @@ class Exit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if (tape := ctx.tape()) is not None:
-            tape.begin([leaf.detach() for leaf in ctx.saved_tensors], again=torch.is_grad_enabled())
+            with _as_subclasses():
+                tape.begin([leaf.detach() for leaf in ctx.saved_tensors], again=torch.is_grad_enabled())
         rest = iter(grads)
         return (None, *(next(rest) if needed else None for needed in ctx.needs_input_grad[1:]))
 
@@ -225,6 +234,11 @@ def _hide_from_dynamo() -> None:
 
 def _at_end_of_pass(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _as_subclasses() -> Any:
+    """The backward of a tensor subclass runs where subclasses are plain tensors; its forward did not."""
+    return _NOTHING if torch._C._is_torch_function_enabled() else torch._C._EnableTorchFunction()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _inside_transforms() -> bool:
