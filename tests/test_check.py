@@ -342,10 +342,10 @@ ELSEWHERE: dict[str, nn.Module] = {}
 
 
 def test_finds_a_buffer_that_the_replay_changes() -> None:
-    """Reached by name through a dictionary of the module's file: the engine cannot know."""
+    """Reached through a name that is put together as it runs: the engine cannot know."""
 
     def fn(y: Tensor) -> Tensor:
-        return ELSEWHERE["norm"](y.flatten(0, 1)).view_as(y)
+        return globals()["ELSE" + "WHERE"]["norm"](y.flatten(0, 1)).view_as(y)
 
     net = planted(fn)
     net.norm = ELSEWHERE["norm"] = nn.BatchNorm1d(WIDTH).double()

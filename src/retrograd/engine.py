@@ -11,10 +11,10 @@ The rules it keeps (the code cites them):
 R1   The target is not among the sources, every name exists, `fn` returns the target's structure and shapes; a stream
      keeps its dtype.
 R2   With grad disabled the program is the plain loop: no tape, no hooks, nothing recorded.
-R3   A replay sees what the forward saw: random numbers, autocast, training flags, parameters, buffers, tensors in
-     attributes, closures and globals, and which of its sources and parameters need gradients. After it, each of
-     these is what it was before it.
-R4   Random state is recorded only where the forward moved it.
+R3   A replay sees what the forward saw: random numbers, autocast, training flags, hooks, parameters, buffers, what
+     names in closures, globals and attributes were bound to, and which of its sources and parameters need gradients.
+     After it, each of these is what it was before it.
+R4   Random state is recorded only where the forward moved it; all calls that leave it alone share one.
 R5   Autocast's weight cache is off inside the engine: it would hold a copy of every weight.
 R6   State belongs to the call, never to a module: any number of calls may await their backward.
 R7   A replay saves what the forward saved (count, shape, dtype, device), and what `fn` reads must not have changed in

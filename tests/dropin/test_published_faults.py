@@ -157,11 +157,12 @@ def test_autocast_reaches_the_recomputation(case: Case) -> None:
 
     def step(variant: str) -> dict[str, Tensor]:
         sequence = case.build(variant)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(case.run(sequence, data()).float())
         for module in sequence.modules():
             if isinstance(module, nn.Linear):
                 module.register_forward_hook(lambda module, args, out: recomputed_in[variant].add(out.dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(case.run(sequence, data()).float())
+        recomputed_in[variant].clear()
         loss.backward()
         return gradients(sequence)
 
