@@ -10,7 +10,8 @@ from torch import nn
 
 import retrograd as rg
 from networks import assert_same
-from retrograd.replay import Call, _is_dtensor
+from retrograd.bindings import is_dtensor
+from retrograd.replay import Call
 from retrograd.surroundings import Surroundings
 
 
@@ -179,6 +180,6 @@ def test_dtensors_are_known_by_name() -> None:
     assert torch.distributed.is_available()
     from torch.distributed.tensor import DTensor
 
-    assert _is_dtensor(torch.Tensor._make_subclass(type("Mine", (DTensor,), {}), torch.ones(1)))
-    assert not _is_dtensor(torch.ones(1))
-    assert not _is_dtensor(None)
+    assert is_dtensor(torch.Tensor._make_subclass(type("Mine", (DTensor,), {}), torch.ones(1)))
+    assert not is_dtensor(torch.ones(1))
+    assert not is_dtensor(None)

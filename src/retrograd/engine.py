@@ -47,7 +47,7 @@ from .policies import Keep, Offload, Policy, Reverse
 from .reach import reach
 from .streams import Stream, Structure, flatten, leaves_of, unflatten
 from .surroundings import Surroundings, default_generators, no_random_numbers, transformed
-from .tape import Tape
+from .tape import Tape, leave
 from .update import Step, Update, program
 
 
@@ -164,12 +164,19 @@ def _run(
     learned: Learned | None,
 ) -> None:
     """Run each piece of the program as its policy says."""
+    kept: list[str] = []  # streams that are not behind an exit
     for policy, segment in segments(steps, policies):
         _refuse_in_graph(policy)
+        touched = {name for step in segment for name in (step.update.target, *step.update.sources)}
+        kept = [name for name in kept if name not in touched]
         if isinstance(policy, Reverse):
             Tape(segment, policy, surroundings, alarms, learned).run(flat)
         else:
             _keep(segment, flat, alarms, Shelf(policy.smallest) if isinstance(policy, Offload) else None)
+            kept += sorted(touched)
+    # What is returned is the end of the program under any policy: a gradient by it, or a hook on it, is not about
+    # what later updates read of the same values.
+    leave(None, kept, flat)
 
 
 def _refuse_in_graph(policy: Policy) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .bindings import MISSING, Cell
+
 _SIMPLE = (type(None), str, bytes, int, float, complex, type, types.ModuleType, types.BuiltinFunctionType, torch.dtype)
 _PLAIN = frozenset({type(None), str, bytes, bool, int, float, complex, type, types.ModuleType, torch.dtype})
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -22,9 +24,6 @@ _REGISTRIES = frozenset(nn.Module().__dict__)
 _FAR = 1 << 30
 _FEW = 64  # in a longer dict, what is bound anew is not put back
 _MANY = 4096  # a longer container is data; looking through more than that at each call would take too long
-
-MISSING: Any = object()
-"""Stands for the value of a name that is not bound."""
 
 
 class Reached:
@@ -157,27 +156,6 @@ def _held_by(value: Any) -> Iterator[Any]:
         yield from getattr(value, "__dict__", {}).values()
         for name in getattr(type(value), "__slots__", ()):
             yield getattr(value, name, None)
-
-
-class Cell:
-    """A variable of a closure, to be read and written as if it were in a dict."""
-
-    __slots__ = ("cell",)
-
-    def __init__(self, cell: types.CellType) -> None:
-        self.cell = cell
-
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self.cell.cell_contents
-        except ValueError:  # it is empty
-            return default
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.cell.cell_contents = value
-
-    def pop(self, name: str) -> None:
-        del self.cell.cell_contents
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:

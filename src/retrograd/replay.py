@@ -6,7 +6,6 @@ Autograd is not mentioned here: see engine.py.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -14,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from .bindings import MISSING, Swapped, exchange, exchange_hooks, hooks_of, is_dtensor, put_back, without_graph
+from .buffers import Before
 from .capture import Capture, Rehearsal, current
 from .frames import Remembered, running
-from .reach import MISSING, of_torch, reach
-from .streams import leaves_of, version, versions
+from .reach import reach
+from .streams import leaves_of, versions
 from .surroundings import Surroundings, digest, restore, same, state
 from .update import Update
 
@@ -80,7 +81,7 @@ class Call:
             if isinstance(where, dict)  # not those of TorchScript, which cannot be exchanged
             for name, tensor in where.items()
         ]
-        self.hooks = [_hooks(m) if m._forward_hooks or m._forward_pre_hooks else None for m in reached.modules]
+        self.hooks = [hooks_of(m) if m._forward_hooks or m._forward_pre_hooks else None for m in reached.modules]
         # Without their graphs: a tensor that fn left in a module holds the graph of the call before, and so its tape.
         tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in reached.tensors]
         parameters = [p for m in reached.modules for p in m._parameters.values() if p is not None]
@@ -94,8 +95,7 @@ class Call:
             parameters = [p for m in reached.own for p in m._parameters.values() if p is not None]
         self.read = tensors + parameters
         self.versions = versions(self.read)
-        before = [(module, _snapshot(module)) for module in reached.modules if module._buffers]
-        marks = [(module, _marks(module)) for module, _ in before if not of_torch(type(module))]
+        before = [Before(module) for module in reached.modules if module._buffers]
 
         out = self._first(function, reached.generators, states)
 
@@ -106,19 +106,9 @@ class Call:
             )
         # What else has a name is put back as parameters are, but not what fn itself binds anew.
         self.held += [
-            (where, name, _without_graph(value)) for where, name, value in reached.variables if where.get(name) is value
+            (where, name, without_graph(value)) for where, name, value in reached.variables if where.get(name) is value
         ]
-        if not before:
-            return out, True
-        own = {id(module) for module in reached.own}
-        replayable = [self._settle(module, buffers, id(module) in own) for module, buffers in before]
-        moved = {id(module) for module, _ in self.moved}
-        for module, then in marks:
-            if id(module) in moved:  # half of a module's state from then and half from now would be neither
-                now, where = _marks(module), module.__dict__
-                changed = [name for name in then | now if now.get(name, MISSING) is not then.get(name, MISSING)]
-                self.held += [(where, name, then.get(name, MISSING)) for name in changed]
-        return out, all(replayable)
+        return out, self._settle(before, reached.own) if before else True
 
     def _first(self, function: Callable[[], T], own: list[torch.Generator], states: list[Any]) -> T:
         """Run `fn` and note which generators it moves: the default ones, or those that it holds (R4)."""
@@ -141,27 +131,20 @@ class Call:
             recording.note(self.update.label(self.index), drawn)
         return out
 
-    def _settle(self, module: nn.Module, before: dict[str, Any], direct: bool) -> bool:
-        """After the forward: keep the copies of buffers that moved. False where they moved and no copy was taken."""
-        still, restless = _still[module.training], _restless[module.training]
-        changed = any(
-            module._buffers.get(name) is not buffer or (buffer is not None and version(buffer) != seen)
-            for name, (buffer, seen, _) in before.items()
-        )
-        if not changed and module not in still and module not in restless and _differ(before):
-            restless.add(module)
-        if changed or module in restless:
-            self.moved.append((module, {name: copy for name, (_, _, copy) in before.items()}))
-            if module in still:
-                still.discard(module)
-                return False
-        else:
-            still.add(module)
-            if direct:
-                buffers = [buffer for buffer, _, _ in before.values() if buffer is not None]
+    def _settle(self, before: list[Before], own: list[nn.Module]) -> bool:
+        """After the forward: note what the buffers were that it moved, and watch the others. False where no copy was
+        taken of one that moved."""
+        replayable, directly = True, {id(module) for module in own}
+        for each in before:
+            if each.moved():
+                self.moved.append((each.module, each.copies()))
+                self.held += each.changed_marks()
+                replayable = replayable and each.copied
+            elif id(each.module) in directly:
+                buffers = [buffer for buffer, _, _ in each.buffers.values() if buffer is not None]
                 self.read = self.read + buffers
                 self.versions = self.versions + versions(buffers)
-        return True
+        return replayable
 
     def replay(self, function: Callable[[], T], stood: dict[int, bool] | None = None) -> T:
         """Run `fn` again as it ran, and leave no trace (R3). `stood` is what one pass knows of the generators."""
@@ -175,7 +158,7 @@ class Call:
         twins = [(generator, twin, generator.graphsafe_get_state()) for generator, twin in self._twin()]
         flipped: list[nn.Module] = []
         frozen = [tensor for tensor, needed in self.grads if tensor.requires_grad != needed and tensor.is_leaf]
-        swapped: list[tuple[Any, str, Any]] = []
+        swapped: Swapped = []
         try:
             for tensor in frozen:
                 tensor.requires_grad_(not tensor.requires_grad)
@@ -184,16 +167,13 @@ class Call:
                     flipped.append(module)
                     module.training = training
                 if hooks is not None or module._forward_hooks or module._forward_pre_hooks:
-                    for name in _HOOKS:
-                        then = {} if hooks is None else hooks[name]
-                        if then != getattr(module, name):  # added or removed since
-                            _exchange(module.__dict__, name, then, swapped)
+                    exchange_hooks(module, hooks, swapped)
             for where, name, then in self.held:
                 if where.get(name, MISSING) is not then:  # another than in the forward: functional_call
-                    _exchange(where, name, then, swapped)
+                    exchange(where, name, then, swapped)
             for module, copies in self.moved:
                 for name, copy in copies.items():
-                    _exchange(module._buffers, name, None if copy is None else copy.clone(), swapped)
+                    exchange(module._buffers, name, None if copy is None else copy.clone(), swapped)
             for generator, then, _, _ in drawn:
                 restore(generator, then)
             for generator, twin, _ in twins:
@@ -218,8 +198,7 @@ class Call:
                 restore(generator, here)
             for generator, _, here in twins:
                 restore(generator, here)
-            for where, name, value in reversed(swapped):
-                _bind(where, name, value)
+            put_back(swapped)
             for module in flipped:
                 module.training = not module.training
             for tensor in frozen:
@@ -266,7 +245,7 @@ class Call:
 
     def sharded(self) -> list[Any]:
         """Those whose parameters are shards at this moment."""
-        return [module for module in self.sharding() if any(_is_dtensor(p) for p in module.parameters())]
+        return [module for module in self.sharding() if any(is_dtensor(p) for p in module.parameters())]
 
     def _changed(self) -> str | None:
         """What has changed in place of all that `fn` reads, in words."""
@@ -290,64 +269,6 @@ class Call:
         return "a captured tensor"
 
 
-# Modules whose buffers did not move in their last call, in training and not: theirs are not copied beforehand. A wrong
-# guess costs memory once (see Call._settle), and a wrong gradient only where the buffer is written through `.data`,
-# which nobody can see.
-_still: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), False: weakref.WeakSet()}
-
-
-# Modules whose buffers move without a new version, in training and not: torch's batch norm does that to the statistics
-# it is given. Found by comparing values, once for each module.
-_restless: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), False: weakref.WeakSet()}
-
-
-def _exchange(where: Any, name: str, other: Any, swapped: list[tuple[Any, str, Any]]) -> None:
-    """Bind a name to what it was bound to, and note what it is bound to now."""
-    current = where.get(name, MISSING)
-    # DTensors are left to FSDP2, which exchanges sharded and whole parameters by itself.
-    if not _is_dtensor(current) and not _is_dtensor(other):
-        swapped.append((where, name, current))
-        _bind(where, name, other)
-
-
-def _bind(where: Any, name: str, value: Any) -> None:
-    if value is not MISSING:
-        where[name] = value
-    elif where.get(name, MISSING) is not MISSING:
-        where.pop(name)
-
-
-def _without_graph(value: Any) -> Any:
-    """The same values with nothing behind them: what is bound to a name may be the result of an earlier program, and
-    hold its tape."""
-    if not isinstance(value, Tensor) or value.is_leaf:
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
-
-
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
-
-
-def _hooks(module: nn.Module) -> dict[str, Any]:
-    """The forward hooks of a module as they are."""
-    return {name: dict(getattr(module, name)) for name in _HOOKS}
-
-
-def _marks(module: nn.Module) -> dict[str, Any]:
-    """The numbers and flags in the attributes of a module: they are the other half of the state in its buffers."""
-    return {
-        name: value
-        for name, value in module.__dict__.items()
-        if name != "training" and (value is None or type(value) in (bool, int, float))
-    }
-
-
 def _weights_of(leaves: list[Tensor]) -> Iterator[Tensor]:
     """The leaves of the graph behind these tensors."""
     seen: set[Any] = set()
@@ -359,30 +280,3 @@ def _weights_of(leaves: list[Tensor]) -> Iterator[Tensor]:
             if (variable := getattr(node, "variable", None)) is not None:
                 yield variable
             todo += [inner for inner, _ in node.next_functions if inner is not None]
-
-
-def _snapshot(module: nn.Module) -> dict[str, tuple[Tensor | None, int | None, Tensor | None]]:
-    """Each buffer of one module, its version, and a copy unless the module is known to leave its buffers alone."""
-    copy = module not in _still[module.training]
-    return {
-        name: (None, None, None)
-        if buffer is None
-        else (buffer, version(buffer), buffer.detach().clone() if copy else None)
-        for name, buffer in module._buffers.items()
-    }
-
-
-def _differ(before: dict[str, Any]) -> bool:
-    """Whether a buffer differs from its copy. Where values cannot be compared (fake, sparse), versions must do."""
-    return any(
-        not torch.equal(buffer, copy)
-        for buffer, _, copy in before.values()
-        if copy is not None
-        and copy.layout is torch.strided
-        and not copy.is_meta
-        and type(copy).__name__ != "FakeTensor"
-    )
-
-
-def _is_dtensor(tensor: Tensor | None) -> bool:
-    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)  # by name: the import is slow

@@ -12,7 +12,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,11 +64,7 @@ class Tape:
             if type(entry.step.update.join) not in _JOINS:
                 states.clear()  # a join of one's own may draw random numbers
         self.sizes = [len(flat[name]) for name in self.names]
-        leaves = [leaf for name in self.names for leaf in flat[name]]
-        if any(leaf.requires_grad for leaf in leaves):
-            through = iter(Exit.apply(self, *leaves))  # type: ignore[arg-type]
-            for name in self.names:
-                flat[name] = [next(through) if leaf.requires_grad else leaf for leaf in flat[name]]
+        leave(self, self.names, flat)
 
     def begin(self, finals: list[Tensor], *, again: bool) -> Reversal:
         """A backward pass has come to the exit. `again`: it builds a graph whose backward may not come by here."""
@@ -197,14 +193,27 @@ class Reversal:
         return self.captured[position]
 
 
+def leave(tape: Tape | None, names: Sequence[str], flat: Flat) -> None:
+    """These streams go through an exit."""
+    leaves = [leaf for name in names for leaf in flat[name]]
+    if any(leaf.requires_grad for leaf in leaves):
+        through = iter(Exit.apply(tape, *leaves))  # type: ignore[arg-type]
+        for name in names:
+            flat[name] = [next(through) if leaf.requires_grad else leaf for leaf in flat[name]]
+
+
 class Exit(torch.autograd.Function):
-    """The identity after the last update. It saves the final streams, so autograd guards them like any saved tensor."""
+    """The identity after the last update. With a tape, it saves the final streams, so autograd guards them like any
+    saved tensor."""
 
     @staticmethod
-    def forward(ctx: Any, tape: Tape, *leaves: Tensor) -> tuple[Tensor, ...]:
-        ctx.tape = weakref.ref(tape)  # slots keep the tape alive; the outputs of the program must not
+    def forward(ctx: Any, tape: Tape | None, *leaves: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*leaves)
+        if tape is None:
+            ctx.tape = lambda: None
+        else:
+            ctx.tape = weakref.ref(tape)  # slots keep the tape alive; the outputs of the program must not
+            ctx.save_for_backward(*leaves)
         return tuple(leaf.detach() for leaf, needed in zip(leaves, ctx.needs_input_grad[1:], strict=True) if needed)
 
     @staticmethod

@@ -423,7 +423,21 @@ def test_a_remembered_tensor_that_changes_is_refused() -> None:
         loss.backward()
 
 
-# Surroundings and kinds of tensors
+# Surroundings, what is returned, and kinds of tensors
+
+
+@pytest.mark.parametrize("last", [None, rg.Keep(), rg.Reverse(), rg.Offload()], ids=str)
+def test_what_is_returned_is_the_end_of_the_program(last: rg.Policy | None) -> None:
+    """Not what later updates read of the same values, under any policy: a gradient by it, and a hook on it."""
+    f, x = block(), torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=True)
+    for policy in (rg.Keep(), rg.Reverse(), rg.Offload(), rg.Reverse(anchor_every=1)):
+        updates = [rg.Update("a", f, "b"), rg.Update("b", f, "a", policy=last)]
+        out = rg.run(updates, {"a": x, "b": x}, policy=policy)
+        loss = (out["a"] * out["b"]).sum()
+        assert_same(torch.autograd.grad(loss, out["a"], retain_graph=True)[0], out["b"].detach())
+        out["a"].register_hook(torch.zeros_like)
+        expected = torch.autograd.grad((out["a"].detach() * out["b"]).sum(), x, retain_graph=True)
+        assert_same(torch.autograd.grad(loss, x), expected)
 
 
 def test_the_default_dtype_of_the_forward() -> None:

@@ -1,0 +1,93 @@
+"""What names are bound to, exchanged for a replay and put back: entries of dicts, attributes, variables of closures,
+and the forward hooks of modules.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from torch import Tensor, nn
+
+MISSING: Any = object()
+"""Stands for the value of a name that is not bound."""
+
+Swapped = list[tuple[Any, Any, Any]]
+"""What was exchanged: where, the name, and what it was bound to."""
+
+
+class Cell:
+    """A variable of a closure, to be read and written as if it were in a dict."""
+
+    __slots__ = ("cell",)
+
+    def __init__(self, cell: types.CellType) -> None:
+        self.cell = cell
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # it is empty
+            return default
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cell.cell_contents = value
+
+    def pop(self, name: str) -> None:
+        del self.cell.cell_contents
+
+
+def exchange(where: Any, name: Any, other: Any, swapped: Swapped) -> None:
+    """Bind a name to what it was bound to, and note what it is bound to now."""
+    current = where.get(name, MISSING)
+    # DTensors are left to FSDP2, which exchanges sharded and whole parameters by itself.
+    if not is_dtensor(current) and not is_dtensor(other):
+        swapped.append((where, name, current))
+        _bind(where, name, other)
+
+
+def put_back(swapped: Swapped) -> None:
+    """Undo the exchanges, the last one first."""
+    for where, name, value in reversed(swapped):
+        _bind(where, name, value)
+
+
+def _bind(where: Any, name: Any, value: Any) -> None:
+    if value is not MISSING:
+        where[name] = value
+    elif where.get(name, MISSING) is not MISSING:
+        where.pop(name)
+
+
+def without_graph(value: Any) -> Any:
+    """The same values with nothing behind them: what is bound to a name may be the result of an earlier program, and
+    hold its tape."""
+    if not isinstance(value, Tensor) or value.is_leaf:
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+def hooks_of(module: nn.Module) -> dict[str, Any]:
+    """The forward hooks of a module as they are."""
+    return {name: dict(getattr(module, name)) for name in _HOOKS}
+
+
+def exchange_hooks(module: nn.Module, then: dict[str, Any] | None, swapped: Swapped) -> None:
+    """Give a module the hooks that it had, where some were added or removed since."""
+    for name in _HOOKS:
+        hooks = {} if then is None else then[name]
+        if hooks != getattr(module, name):
+            exchange(module.__dict__, name, hooks, swapped)
+
+
+def is_dtensor(value: Any) -> bool:
+    return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)  # by name: the import is slow
