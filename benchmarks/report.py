@@ -46,8 +46,10 @@ def add_ratios(runs: list[Run]) -> None:
     for run in kept.values():
         base = kept.get((run["configuration"]["name"], run["compared_with"]))
         if base is not None:
-            run["time_ratio"] = run["step_ms"] / base["step_ms"]
-            run["least_time_ratio"] = run["step_ms_min"] / base["step_ms_min"]  # the steadier one on a busy machine
+            # On a CPU, steps of the base were run in turn with its own ("beside").
+            run["time_ratio"] = run["step_ms"] / run.get("beside_ms", base["step_ms"])
+            least = run.get("beside_ms_min", base["step_ms_min"])
+            run["least_time_ratio"] = run["step_ms_min"] / least  # the steadier one on a busy machine
             run["memory_ratio"] = run["memory_bytes"] / base["memory_bytes"]
         if "forward_ms" in run:  # reversing everything cannot cost less than one more forward
             run["floor_ratio"] = 1 + run["forward_ms"] / run["step_ms"]

@@ -259,7 +259,16 @@ def run(bench: Bench, step: Step, base: int) -> dict[str, Any]:
     if device.type == "cpu" and not bench.contender.compiled:
         result["live_bytes"] = live_bytes(step)
     step()  # after a profiler, one more to settle
-    result |= in_milliseconds("step", timed(step, device, 0, configuration.steps, "step"))
+    base = CONTENDERS[bench.contender.time_of]
+    if device.type == "cpu" and base is not bench.contender and not bench.contender.compiled:
+        # Other work on the machine comes and goes: a step of each in turn.
+        beside, seconds, of_base = bench.step(base, around=False), [], []
+        for _ in range(configuration.steps + 1):
+            of_base += timed(beside, device, 0, 1, "step of what it is compared with")
+            seconds += timed(step, device, 0, 1, "step")
+        result |= in_milliseconds("step", seconds[1:]) | in_milliseconds("beside", of_base[1:])
+    else:
+        result |= in_milliseconds("step", timed(step, device, 0, configuration.steps, "step"))
     if bench.contender.around is not None:  # launched without waiting, as in training: the host works ahead
         together = timed(lambda: [step() for _ in range(configuration.steps)], device, 0, 1, "steps in a row")
         result["step_ms_in_a_row"] = 1e3 * together[0] / configuration.steps
