@@ -26,9 +26,9 @@ class Reverse(Policy):
     return, so that the replay does not run them again. It pays where they are expensive and their outputs small: long
     sequences. (Through torch's selective checkpointing; one backward per forward.)
 
-    `save="output"` stores what `fn` returns. A replay then ends as soon as it has saved what the forward saved, and
-    need not run the products at the end of `fn`: as fast as checkpointing, for less memory. What `fn` does after that
-    (forward hooks, say) does not happen in the replay.
+    `save="output"` stores what `fn` returns. A replay then ends as soon as it has saved what the forward saved, as that
+    of checkpointing does, and need not run the products at the end of `fn`. What `fn` does after that (forward hooks,
+    say) does not happen in the replay.
 
     `watch=1e-3` compares, in each backward, a few hundred values of the streams that entered with their
     reconstruction: constant memory, no waiting for the device. Where the relative error is larger, it warns once, or
