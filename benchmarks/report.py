@@ -35,7 +35,7 @@ SHORT = {  # names in a plot, where the contender's own is no word
     "reverse-output": 'Reverse(save="output")',
 }
 KINDS = {"retrograd": ("o", "tab:green"), "others": ("x", "tab:gray"), "wrong gradients": ("x", "tab:red")}
-UNDRAWN = ("exact-keep", "momentumnet-kept")  # only there for others to be compared with
+UNDRAWN = ("exact-keep", "keep-momentum", "momentumnet-kept")  # only there for others to be compared with
 DPI = 150
 SCALE = ("reverse", "auto", "reverse-half", "keep")  # one network, one join: only the policy differs
 
@@ -299,10 +299,11 @@ def memory_against_depth(shape: tuple[int, int, int], runs: list[Run], stem: Pat
 
 
 def plain_ticks(axis: Any) -> None:
-    """Numbers in full at 1, 2 and 5 on a logarithmic axis."""
+    """Numbers in full at 1, 2 and 5 on a logarithmic axis, or at each digit of a short one."""
     from matplotlib.ticker import LogLocator, NullLocator
 
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    low, high = axis.get_data_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 4 * low else range(1, 10)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter("{x:g}")
 
