@@ -195,6 +195,8 @@ def main() -> None:
     options = parser.parse_args()
     if drawn(options.plot):
         return
+    if options.minutes is not None and options.minutes <= 0:
+        parser.error(f"--minutes must be above 0, not {options.minutes:g}")
 
     chosen = {name: getattr(options, name) for name in ("depth", "width", "minutes", "steps")}
     setting = replace(SETTINGS[options.setting], **{name: value for name, value in chosen.items() if value is not None})

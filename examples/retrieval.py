@@ -202,6 +202,8 @@ def main() -> None:
     device = torch.device(args.device)
     given = {name: value for name in ("length", "longest") if (value := getattr(args, name)) is not None}
     setting = dataclasses.replace(SETTINGS[device.type], **given)
+    if setting.length < setting.first:
+        parser.error(f"--length must be {setting.first} or more, where the training begins, not {setting.length}")
 
     retrieval = Retrieval(setting, device, args.seed)
     parameters = sum(parameter.numel() for parameter in retrieval.model.parameters())
