@@ -204,7 +204,9 @@ class Entry:
             saved.tensors, saved.versions = [*kept.tensors], kept.versions
             return saved, target if undone else step.unjoin(target, parts)
         outputs = self.outputs()
-        saved = Saved() if outputs is None or not outputs.unchanged() else UntilEnough(self.fn_slots)
+        # A weight that fn may read has changed: whether it does shows at its end.
+        whole = outputs is None or not outputs.unchanged() or self.call.shown_changed()
+        saved = Saved() if whole else UntilEnough(self.fn_slots)
         sources = [fresh(streams[name], needs) for name, needs in zip(update.sources, self.source_grads, strict=True)]
         try:
             with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.__getitem__):

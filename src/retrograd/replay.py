@@ -43,8 +43,8 @@ class Call:
         "grads",
         "read",
         "versions",
-        "near",
-        "near_versions",
+        "shown",
+        "shown_versions",
     )
 
     def __init__(self, index: int, update: Update, surroundings: Surroundings) -> None:
@@ -61,8 +61,8 @@ class Call:
         self.grads: list[tuple[Tensor, bool]] = []  # which of the tensors that fn reads need gradients
         self.read: list[Tensor] = []  # what must not change until the replay (R7),
         self.versions: list[int | None] = []  # and at which version it was
-        self.near: list[Tensor] = []  # weights of modules that fn only can be seen to know,
-        self.near_versions: list[int | None] = []  # likewise
+        self.shown: list[Tensor] = []  # weights of modules that fn shows without being made of them,
+        self.shown_versions: list[int | None] = []  # likewise
 
     def forward(self, function: Callable[[], T], states: list[Any]) -> tuple[T, bool]:
         """Run `fn` for the first time and note what it depends on; also whether it can be replayed.
@@ -90,8 +90,8 @@ class Call:
             # A closure may show more modules than fn reads, and those may well change.
             own = {id(module) for module in reached.own}
             others = (m._parameters.values() for m in reached.modules if id(m) not in own)
-            self.near = [p for values in others for p in values if p is not None and p.requires_grad]
-            self.near_versions = versions(self.near)
+            self.shown = [p for values in others for p in values if p is not None and p.requires_grad]
+            self.shown_versions = versions(self.shown)
             parameters = [p for m in reached.own for p in m._parameters.values() if p is not None]
         self.read = tensors + parameters
         self.versions = versions(self.read)
@@ -190,8 +190,8 @@ class Call:
                     "operator with dropout under Reverse(save=...), a fn that is not deterministic, or another thread "
                     "that draws from the same generator); give it policy=Keep(), or the thread a generator of its own"
                 )
-            if self.near and (now := versions(self.near)) != self.near_versions:
-                self._refuse_changed(out, now)
+            if self.shown_changed():
+                self._refuse_changed(out)
             return out
         finally:
             for generator, _, _, here in drawn:
@@ -213,9 +213,14 @@ class Call:
             answer = stood[id(then)] = same(state(generator), then)
         return not answer
 
-    def _refuse_changed(self, out: Any, now: list[int | None]) -> None:
-        """An error if the replay used a weight that is no longer what it was: saved or not, it computes with it."""
-        changed = {id(p): p for p, a, b in zip(self.near, now, self.near_versions, strict=True) if a != b}
+    def shown_changed(self) -> bool:
+        """Whether a weight that `fn` shows, and perhaps reads, has changed in place."""
+        return bool(self.shown) and versions(self.shown) != self.shown_versions
+
+    def _refuse_changed(self, out: Any) -> None:
+        """An error if the replay used such a weight: saved or not, it computes with it."""
+        now = versions(self.shown)
+        changed = {id(p) for p, a, b in zip(self.shown, now, self.shown_versions, strict=True) if a != b}
         for weight in _weights_of(leaves_of(out, Tensor)):
             if id(weight) in changed:
                 raise RuntimeError(
