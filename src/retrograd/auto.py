@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .policies import Keep, Policy, Reverse
 from .ranks import distributed
@@ -199,7 +199,12 @@ _kind = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 def key_of(update: Update) -> Any:
     """What stands for an update in the next call: its streams, the modules that it can be seen to use and what they
     train, the code of a function (which may be made anew at each call), keywords that are numbers or words."""
-    fn, modules = update.fn, reach(update.fn, {}).modules
+    fn, weights = update.fn, []
+    if isinstance(fn, nn.Module):
+        modules, weights = [fn], list(fn.parameters())
+    else:
+        modules = reach(fn, {}).modules
+        weights = [p for module in modules for p in module._parameters.values() if p is not None]
     while isinstance(fn, functools.partial):
         fn = fn.func
     return (
@@ -208,6 +213,6 @@ def key_of(update: Update) -> Any:
         getattr(fn, "__code__", None) or type(fn),
         tuple(map(weakref.ref, modules)),
         tuple(module.training for module in modules),
-        tuple(p is not None and p.requires_grad for module in modules for p in module._parameters.values()),
+        tuple(weight.requires_grad for weight in weights),
         tuple(item for item in update.kwargs.items() if isinstance(item[1], (bool, int, float, str, type(None)))),
     )

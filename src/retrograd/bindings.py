@@ -5,6 +5,7 @@ and the forward hooks of modules.
 from __future__ import annotations
 
 import types
+from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,13 +79,13 @@ _HOOKS = (
 
 def hooks_of(module: nn.Module) -> dict[str, Any]:
     """The forward hooks of a module as they are."""
-    return {name: dict(getattr(module, name)) for name in _HOOKS}
+    return {name: getattr(module, name).copy() for name in _HOOKS}
 
 
 def exchange_hooks(module: nn.Module, then: dict[str, Any] | None, swapped: Swapped) -> None:
     """Give a module the hooks that it had, where some were added or removed since."""
     for name in _HOOKS:
-        hooks = {} if then is None else then[name]
+        hooks = OrderedDict() if then is None else then[name].copy()  # fn may add one to it
         if hooks != getattr(module, name):
             exchange(module.__dict__, name, hooks, swapped)
 

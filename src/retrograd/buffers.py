@@ -17,43 +17,56 @@ from .reach import of_torch
 from .streams import version
 
 # Modules whose buffers did not move in their last call, in training and not: theirs are not copied beforehand. A wrong
-# guess costs memory once (see `copied`), and a wrong gradient only where a buffer is written through `.data`, which
-# nobody can see.
+# guess costs memory once: the call is kept. Writes through `.data` nobody can see.
 _still: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), False: weakref.WeakSet()}
 
-# Modules whose buffers move without a new version, in training and not: torch's batch norm does that to the statistics
-# it is given. Found by comparing values, once for each module.
+# Modules whose buffers have moved, in training and not; of those, the ones whose buffers move without a new version:
+# torch's batch norm does that to the statistics it is given. That is found by comparing values, once for each module.
+_moving: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), False: weakref.WeakSet()}
 _restless: dict[bool, weakref.WeakSet[nn.Module]] = {True: weakref.WeakSet(), False: weakref.WeakSet()}
 
 
 class Before:
     """The buffers of one module before a forward, and the numbers and flags in its attributes: they are the other half
-    of the same state."""
+    of the same state.
 
-    __slots__ = ("module", "training", "copied", "buffers", "marks")
+    A module that `fn` is made of (`own`) is known to run. Of one that a closure shows nothing can be learned from a
+    call that leaves it alone; until it has moved once, only what may be statistics (a vector) is copied.
+    """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.training = module, module.training
-        self.copied = module not in _still[self.training]
+    __slots__ = ("module", "own", "training", "buffers", "marks")
+
+    def __init__(self, module: nn.Module, own: bool) -> None:
+        self.module, self.own, self.training = module, own, module.training
+        if own:
+            most = -1 if module in _still[self.training] else _ANY
+        else:
+            most = _ANY if module in _moving[self.training] else 1
         self.buffers = {
             name: (None, None, None)
             if buffer is None
-            else (buffer, version(buffer), buffer.detach().clone() if self.copied else None)
+            else (buffer, version(buffer), buffer.detach().clone() if buffer.dim() <= most else None)
             for name, buffer in module._buffers.items()
         }
         self.marks = {} if of_torch(type(module)) else _marks(module)
 
-    def moved(self) -> bool:
-        """After the forward: whether it has moved the buffers. If so and not `copied`, there can be no replay."""
-        still, restless = _still[self.training], _restless[self.training]
-        changed = any(
-            self.module._buffers.get(name) is not buffer or (buffer is not None and version(buffer) != then)
+    def moved(self) -> set[str]:
+        """After the forward: the buffers that it has moved. There can be no replay if one has no copy."""
+        moved = {
+            name
             for name, (buffer, then, _) in self.buffers.items()
-        )
-        if not changed and self.copied and self.module not in restless and self._differ():
+            if self.module._buffers.get(name) is not buffer or (buffer is not None and version(buffer) != then)
+        }
+        restless = _restless[self.training]
+        if not moved and self.module not in restless and self._differ():
             restless.add(self.module)
-        moved = changed or self.module in restless
-        (still.discard if moved else still.add)(self.module)
+        if self.module in restless:
+            moved |= {name for name, (_, _, copy) in self.buffers.items() if copy is not None}
+        if moved:
+            _moving[self.training].add(self.module)
+            _still[self.training].discard(self.module)
+        elif self.own:
+            _still[self.training].add(self.module)
         return moved
 
     def _differ(self) -> bool:
@@ -65,8 +78,8 @@ class Before:
         )
 
     def copies(self) -> dict[str, Tensor | None]:
-        """What the buffers were."""
-        return {name: copy for name, (_, _, copy) in self.buffers.items()}
+        """What the buffers were, as far as they were copied."""
+        return {name: copy for name, (buffer, _, copy) in self.buffers.items() if buffer is None or copy is not None}
 
     def changed_marks(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """The numbers and flags that the forward has changed: where, which, and what it was."""
@@ -74,6 +87,9 @@ class Before:
         for name in self.marks | now:
             if now.get(name, MISSING) is not (then := self.marks.get(name, MISSING)):
                 yield self.module.__dict__, name, then
+
+
+_ANY = 1 << 30  # dimensions
 
 
 def _comparable(tensor: Tensor) -> bool:

@@ -40,6 +40,6 @@ def run(
     try:
         return execute(module.described(kwargs), streams, module.policy_for(streams), through)
     finally:
-        # Functions made anew at each call would gather. Their replays have what they need.
+        # Functions may be made anew at each call: the tapes hold what their replays need. Modules stay.
         modules = {key: known for key, known in module.compiled.items() if isinstance(known[0], nn.Module)}
         module.compiled = modules | used

@@ -164,19 +164,20 @@ def _run(
     learned: Learned | None,
 ) -> None:
     """Run each piece of the program as its policy says."""
-    kept: list[str] = []  # streams that are not behind an exit
+    targets = {step.update.target for step in steps}
+    kept: list[str] = []  # those that are not behind an exit
     for policy, segment in segments(steps, policies):
         _refuse_in_graph(policy)
         touched = {name for step in segment for name in (step.update.target, *step.update.sources)}
         kept = [name for name in kept if name not in touched]
         if isinstance(policy, Reverse):
-            Tape(segment, policy, surroundings, alarms, learned).run(flat)
+            Tape(segment, policy, surroundings, alarms, learned).run(flat, targets)
         else:
             _keep(segment, flat, alarms, Shelf(policy.smallest) if isinstance(policy, Offload) else None)
-            kept += sorted(touched)
+            kept += sorted(touched & targets)
     # What is returned is the end of the program under any policy: a gradient by it, or a hook on it, is not about
     # what later updates read of the same values.
-    leave(None, kept, flat)
+    leave(None, kept, targets, flat)
 
 
 def _refuse_in_graph(policy: Policy) -> None:

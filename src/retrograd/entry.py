@@ -149,9 +149,8 @@ class Entry:
         self.storing = policy.save == "output"
         self.outputs: Callable[[], Outputs | None] = lambda: None  # as long as the graph holds them
         self.live: Saved | None = None  # while fn runs: it may differentiate inside
-        self.kept: tuple[Saved, list[list[Tensor]]] | None = (
-            None  # what was saved and returned, if it cannot be replayed
-        )
+        # What was saved and returned, if the update cannot be replayed.
+        self.kept: tuple[Saved, list[list[Tensor]]] | None = None
 
     def run(
         self,
@@ -186,7 +185,7 @@ class Entry:
             if not replayable:
                 saved.tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in saved.tensors]
                 self.kept = saved, [[leaf.detach() for leaf in part] for part in parts]
-            elif isinstance(saved, Storing) and self.fn_slots and not self.call.sharding():
+            elif isinstance(saved, Storing) and self.fn_slots and not self.call.must_finish():
                 saved.first.outputs = Outputs(parts)
                 self.outputs = weakref.ref(saved.first.outputs)
                 del saved.first

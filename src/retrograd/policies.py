@@ -28,7 +28,7 @@ class Reverse(Policy):
 
     `save="output"` stores what `fn` returns. A replay then ends as soon as it has saved what the forward saved, as that
     of checkpointing does, and need not run the products at the end of `fn`. What `fn` does after that (forward hooks,
-    say) does not happen in the replay.
+    say) does not happen in the replay, and whether it would draw the same random numbers there is not checked.
 
     `watch=1e-3` compares, in each backward, a few hundred values of the streams that entered with their
     reconstruction: constant memory, no waiting for the device. Where the relative error is larger, it warns once, or

@@ -8,6 +8,7 @@ import contextlib
 import dis
 import functools
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from .bindings import MISSING, Cell
 
 _SIMPLE = (type(None), str, bytes, int, float, complex, type, types.ModuleType, types.BuiltinFunctionType, torch.dtype)
-_PLAIN = frozenset({type(None), str, bytes, bool, int, float, complex, type, types.ModuleType, torch.dtype})
+_PLAIN = frozenset({type(None), str, bytes, bool, int, float, complex, type, types.ModuleType, torch.dtype})  # faster
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_MARKS = frozenset({type(None), bool, int, float, str})
+_PROXIES = (*weakref.ProxyTypes,)
 _REGISTRIES = frozenset(nn.Module().__dict__)
 _FAR = 1 << 30
 _FEW = 64  # in a longer dict, what is bound anew is not put back
@@ -54,24 +57,54 @@ class Reached:
         if module._forward_hooks or module._forward_pre_hooks:
             self.look([*module._forward_hooks.values(), *module._forward_pre_hooks.values()], 3)
         if not of_torch(kind := type(module)):
-            for name, value in module.__dict__.items():
-                if type(value) in _PLAIN or name in _REGISTRIES:
-                    continue
-                if isinstance(value, Tensor):
-                    self.variables.append((module.__dict__, name, value))
-                    if own:
-                        self.tensors.append(value)
-                else:
-                    self.look(value, 3)
-            if named := _named_by(kind, "forward"):
-                self._names(named)
+            self._attributes(module, own)
+            self._names(_named_by(kind, "forward"))
         for child in module._modules.values():
             if child is not None:
                 self.walk(child, own=own)
 
+    def _attributes(self, module: nn.Module, own: bool) -> None:
+        """What a module has beside its registries. Objects may lead anywhere, to the whole model: of these only what is
+        near is seen."""
+        tensors = bool(module._buffers)
+        for name, value in module.__dict__.items():
+            if type(value) in _PLAIN or name in _REGISTRIES:
+                continue
+            with contextlib.suppress(Exception):  # what cannot be looked at, as a dead proxy, shows nothing
+                if isinstance(value, Tensor):
+                    tensors = True
+                    self.variables.append((module.__dict__, name, value))
+                    if own:
+                        self.tensors.append(value)
+                elif isinstance(value, (*_CONTAINERS, types.FunctionType, functools.partial)):
+                    self.look(value, 3)
+                elif isinstance(value, nn.Module):
+                    if not value._modules:  # else it may be the parent
+                        self.walk(value, own=False)
+                else:
+                    self._near(value)
+        if tensors:
+            self._entries(module.__dict__, (), but="training")
+
+    def _near(self, value: Any) -> None:
+        """The generators of an object, or of the object that a method is bound to."""
+        value = getattr(value, "__self__", value) if type(value) is types.MethodType else value
+        held = vars(value).values() if type(value) not in _PROXIES and _has_dict(value) else ()
+        for generator in (value, *held):
+            if type(generator) is torch.Generator:
+                self.look(generator, 1)
+
+    def _entries(self, entries: dict[Any, Any], kinds: tuple[type, ...], but: str = "") -> None:
+        """Where there are tensors in a dict, the numbers and flags beside them belong to them."""
+        self.variables += [
+            (entries, name, value)
+            for name, value in entries.items()
+            if (type(value) in _MARKS or isinstance(value, kinds)) and name != but
+        ]
+
     def look(self, value: Any, depth: int) -> None:
         """Follow closures, globals, defaults, partial arguments, bound objects, containers and their like."""
-        if depth <= self._seen.get(id(value), 0) or isinstance(value, _SIMPLE) or len(self._seen) > _MANY:
+        if type(value) in _PROXIES or depth <= self._seen.get(id(value), 0) or isinstance(value, _SIMPLE):
             return
         first = id(value) not in self._seen
         self._seen[id(value)] = depth
@@ -84,6 +117,8 @@ class Reached:
         elif isinstance(value, nn.Module):
             del self._seen[id(value)]
             self.walk(value, own=False)
+        elif len(self._seen) > _MANY:
+            return
         elif isinstance(value, types.MethodType):
             self.look(value.__self__, depth)
             self.look(value.__func__, depth)
@@ -94,16 +129,14 @@ class Reached:
             if isinstance(value, types.FunctionType):
                 self.variables += _variables(value)
             else:
-                entries = value if isinstance(value, dict) else getattr(value, "__dict__", ())
-                if isinstance(entries, dict) and len(entries) <= _FEW:
-                    self.variables += [
-                        (entries, k, v) for k, v in entries.items() if isinstance(v, (Tensor, nn.Module))
-                    ]
-                if not isinstance(value, _CONTAINERS) and (named := _named_by(type(value), "__call__")):
-                    self._names(named)
+                entries = value if isinstance(value, dict) else vars(value) if _has_dict(value) else {}
+                kinds = (Tensor, nn.Module)
+                if any(isinstance(each, kinds) for each in entries.values()) and not _holds_graph(entries):
+                    self._entries(entries, kinds)
             for inner in _held_by(value):
                 if type(inner) not in _PLAIN:
-                    self.look(inner, depth - 1)
+                    with contextlib.suppress(Exception):
+                        self.look(inner, depth - 1)
 
     def _names(self, named: tuple[tuple[Any, str], ...]) -> None:
         """What the code of a class names: globals and class attributes."""
@@ -126,13 +159,19 @@ def of_torch(kind: type[nn.Module]) -> bool:
 def reach(fn: Any, kwargs: Mapping[str, Any]) -> Reached:
     """What a call of `fn` can be seen to use. A module is searched whole; anything else as far as it shows."""
     reached = Reached()
+    for value in kwargs.values():
+        reached.look(value, 5)
     if isinstance(fn, nn.Module):
         reached.walk(fn, own=True)
     else:
         reached.look(fn, 5)
-    for value in kwargs.values():
-        reached.look(value, 5)
+        if not isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
+            reached._names(_named_by(type(fn), "__call__"))
     return reached
+
+
+def _has_dict(value: Any) -> bool:
+    return type(getattr(value, "__dict__", None)) is dict
 
 
 def _held_by(value: Any) -> Iterator[Any]:
@@ -153,19 +192,32 @@ def _held_by(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         yield from value.values() if len(value) <= _MANY else ()
     else:
-        yield from getattr(value, "__dict__", {}).values()
+        yield from vars(value).values() if _has_dict(value) else ()
         for name in getattr(type(value), "__slots__", ()):
             yield getattr(value, name, None)
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
-    """What the names in a function are bound to: all in its closure; of its globals, tensors, modules and numbers."""
+    """What the names in a function are bound to: those of its closure; of its globals, tensors, modules and numbers."""
+    if _package(function) == "torch":
+        return
     for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
-        if (known := (variable := Cell(cell)).get(name, MISSING)) is not MISSING:
+        if (known := (variable := Cell(cell)).get(name, MISSING)) is not MISSING and not _holds_graph(known):
             yield variable, name, known
     for name in _globals_of(function.__code__):
         if isinstance(known := function.__globals__.get(name), (Tensor, nn.Module, int, float)):
             yield function.__globals__, name, known
+
+
+def _holds_graph(value: Any) -> bool:
+    """Whether a container or an object holds results of earlier programs, and so their tapes."""
+    if isinstance(value, (Tensor, nn.Module, *_SIMPLE, types.FunctionType)):
+        return False  # a tensor is held without its graph
+    entries = vars(value) if _has_dict(value) else value
+    entries = entries.values() if isinstance(entries, dict) else entries
+    if not isinstance(entries, (list, tuple, set, frozenset, deque, type({}.values()))) or len(entries) > _FEW:
+        return True
+    return any(isinstance(each, Tensor) and not each.is_leaf for each in entries)
 
 
 @functools.lru_cache(4096)
@@ -194,7 +246,7 @@ def _named_by(kind: type, method: str) -> tuple[tuple[Any, str], ...]:
             member = vars(base)[name]
             member = getattr(member, "__func__", getattr(member, "fget", member))  # of a class, static, a property
             if isinstance(member, types.FunctionType):
-                functions.append(member)
+                functions += [member] if _package(member) not in ("torch", "retrograd") else []
             elif not callable(member) and type(member) not in _PLAIN:
                 found[id(base), name] = vars(base), name
             continue

@@ -77,11 +77,16 @@ class Call:
         self.held = [
             (where, name, tensor)
             for module in reached.modules
-            for where in (module._parameters, module._buffers, module._modules)
+            for where in (module._parameters, module._buffers)
             if isinstance(where, dict)  # not those of TorchScript, which cannot be exchanged
             for name, tensor in where.items()
         ]
-        self.hooks = [hooks_of(m) if m._forward_hooks or m._forward_pre_hooks else None for m in reached.modules]
+        children = [
+            (m._modules, *each)
+            for m in reached.modules
+            if m._modules and type(m._modules) is dict
+            for each in m._modules.items()
+        ]
         # Without their graphs: a tensor that fn left in a module holds the graph of the call before, and so its tape.
         tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in reached.tensors]
         parameters = [p for m in reached.modules for p in m._parameters.values() if p is not None]
@@ -95,7 +100,7 @@ class Call:
             parameters = [p for m in reached.own for p in m._parameters.values() if p is not None]
         self.read = tensors + parameters
         self.versions = versions(self.read)
-        before = [Before(module) for module in reached.modules if module._buffers]
+        before = [Before(module, module in reached.own) for module in reached.modules if module._buffers]
 
         out = self._first(function, reached.generators, states)
 
@@ -104,11 +109,17 @@ class Call:
                 f"{self.update.label(self.index)}: fn changes {changed} in place, and a replay would change it again; "
                 "return what is new, hold it in a buffer, or give this update policy=Keep()"
             )
-        # What else has a name is put back as parameters are, but not what fn itself binds anew.
-        self.held += [
-            (where, name, without_graph(value)) for where, name, value in reached.variables if where.get(name) is value
-        ]
-        return out, self._settle(before, reached.own) if before else True
+        # What else has a name is put back as parameters are, but not what fn itself binds anew: that may go.
+        bound = [each for each in (*reached.variables, *children) if each[0].get(each[1], MISSING) is each[2]]
+        self.held += [(where, name, without_graph(value)) for where, name, value in bound]
+        if len(bound) < len(reached.variables) + len(children):
+            still = {id(value) for _, _, value in bound}
+            gone = {id(value) for _, _, value in reached.variables} - still
+            kept = [position for position, tensor in enumerate(reached.tensors) if id(tensor) not in gone]
+            self.read = [tensors[position] for position in kept] + parameters
+            self.versions = versions(self.read)
+        self.hooks = [hooks_of(m) if m._forward_hooks or m._forward_pre_hooks else None for m in reached.modules]
+        return out, self._settle(before) if before else True
 
     def _first(self, function: Callable[[], T], own: list[torch.Generator], states: list[Any]) -> T:
         """Run `fn` and note which generators it moves: the default ones, or those that it holds (R4)."""
@@ -131,16 +142,17 @@ class Call:
             recording.note(self.update.label(self.index), drawn)
         return out
 
-    def _settle(self, before: list[Before], own: list[nn.Module]) -> bool:
+    def _settle(self, before: list[Before]) -> bool:
         """After the forward: note what the buffers were that it moved, and watch the others. False where no copy was
         taken of one that moved."""
-        replayable, directly = True, {id(module) for module in own}
+        replayable = True
         for each in before:
-            if each.moved():
-                self.moved.append((each.module, each.copies()))
+            if moved := each.moved():
+                copies = each.copies()
+                self.moved.append((each.module, copies))
                 self.held += each.changed_marks()
-                replayable = replayable and each.copied
-            elif id(each.module) in directly:
+                replayable = replayable and moved <= copies.keys()
+            elif each.own:
                 buffers = [buffer for buffer, _, _ in each.buffers.values() if buffer is not None]
                 self.read = self.read + buffers
                 self.versions = self.versions + versions(buffers)
@@ -244,13 +256,17 @@ class Call:
         weights = (p for module, _ in self.modes for p in module._parameters.values() if p is not None)
         return [*self.read, *weights]
 
-    def sharding(self) -> list[Any]:
-        """The modules whose parameters FSDP2 gathers and shards."""
-        return [module for module, _ in self.modes if hasattr(module, "reshard")]
+    def must_finish(self) -> bool:
+        """Whether a replay must come to the end of `fn`: FSDP2 acts there, and TorchScript cannot be left before."""
+        return any(hasattr(m, "reshard") or isinstance(m, torch.jit.ScriptModule) for m, _ in self.modes)
 
     def sharded(self) -> list[Any]:
-        """Those whose parameters are shards at this moment."""
-        return [module for module in self.sharding() if any(is_dtensor(p) for p in module.parameters())]
+        """The modules whose parameters FSDP2 holds in shards at this moment."""
+        return [
+            module
+            for module, _ in self.modes
+            if hasattr(module, "reshard") and any(is_dtensor(p) for p in module.parameters())
+        ]
 
     def _changed(self) -> str | None:
         """What has changed in place of all that `fn` reads, in words."""

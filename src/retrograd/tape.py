@@ -12,7 +12,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,8 +54,8 @@ class Tape:
         if "torch._dynamo" in sys.modules:
             _hide_from_dynamo()
 
-    def run(self, flat: Flat) -> None:
-        """The forward: every update inside hooks, then the exit."""
+    def run(self, flat: Flat, targets: Container[str]) -> None:
+        """The forward: every update inside hooks, then the exit. `targets` are those of the whole program."""
         if self.policy.watch is not None:
             self.watch = DriftWatch(self.policy, [leaf for name in self.names for leaf in flat[name]])
         states: list[Any] = []  # of the generators, handed from update to update
@@ -64,7 +64,7 @@ class Tape:
             if type(entry.step.update.join) not in _JOINS:
                 states.clear()  # a join of one's own may draw random numbers
         self.sizes = [len(flat[name]) for name in self.names]
-        leave(self, self.names, flat)
+        leave(self, self.names, targets, flat)
 
     def begin(self, finals: list[Tensor], *, again: bool) -> Reversal:
         """A backward pass has come to the exit. `again`: it builds a graph whose backward may not come by here."""
@@ -193,13 +193,14 @@ class Reversal:
         return self.captured[position]
 
 
-def leave(tape: Tape | None, names: Sequence[str], flat: Flat) -> None:
-    """These streams go through an exit."""
+def leave(tape: Tape | None, names: Sequence[str], targets: Container[str], flat: Flat) -> None:
+    """These streams go through an exit; what comes out replaces those that are not as they entered."""
     leaves = [leaf for name in names for leaf in flat[name]]
     if any(leaf.requires_grad for leaf in leaves):
         through = iter(Exit.apply(tape, *leaves))  # type: ignore[arg-type]
         for name in names:
-            flat[name] = [next(through) if leaf.requires_grad else leaf for leaf in flat[name]]
+            after = [next(through) if leaf.requires_grad else leaf for leaf in flat[name]]
+            flat[name] = after if name in targets else flat[name]
 
 
 class Exit(torch.autograd.Function):

@@ -282,11 +282,15 @@ def test_entries_of_dicts_and_objects(where: str) -> None:
     assert_as_kept(make)
 
 
+class Store(nn.Module):
+    value: Tensor
+
+
 def test_what_one_update_leaves_for_the_next() -> None:
     """A value residual: the first of two updates notes what the second adds."""
 
     def make(policy: rg.Policy) -> Made:
-        store, f, g = types.SimpleNamespace(value=None), linear(), linear()
+        store, f, g = Store(), linear(), linear()
         x = torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=True)
 
         def note(b: Tensor) -> Tensor:
@@ -403,6 +407,110 @@ def test_flags_go_back_with_the_buffers(kind: type[nn.Module]) -> None:
     assert (fn.ready is True) if isinstance(fn, ActNorm) else (fn.filled == 4)
 
 
+class Positions(nn.Module):
+    """A cache, and beside it for how many rows it is: in attributes, a buffer, a dict or an object."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where = linear(), where
+        self.held: Any = types.SimpleNamespace(rows=0, table=torch.zeros(0)) if where == "object" else None
+        if where == "dict":
+            self.held = {"rows": 0, "table": torch.zeros(0)}
+        if where == "attributes":
+            self.rows, self.table = 0, torch.zeros(0)
+        if where == "buffer":
+            self.rows = 0
+            self.register_buffer("table", torch.zeros(0))
+
+    def forward(self, b: Tensor) -> Tensor:
+        entries = self.held if self.where == "dict" else vars(self if self.held is None else self.held)
+        if entries["rows"] != len(b):
+            entries["rows"], table = len(b), torch.arange(b.numel()).view_as(b).mul(len(b)).double().cos()
+            if self.where == "buffer":
+                self.table = table
+            else:
+                entries["table"] = table
+        return self.linear(b) * (self.table if self.where == "buffer" else entries["table"])
+
+
+@pytest.mark.parametrize("where", ["attributes", "buffer", "dict"])
+def test_a_cache_and_its_size_stay_together(where: str) -> None:
+    """Two forwards of other lengths before the backward, and then another of the second length."""
+
+    def losses(policy: rg.Policy) -> list[float]:
+        torch.manual_seed(0)
+        fn, other = Positions(where), linear()
+        xs = [torch.randn(rows, WIDTH, dtype=torch.float64, requires_grad=True) for rows in (5, 3)]
+
+        def loss(x: Tensor) -> Tensor:
+            updates = [rg.Update("a", fn, "b"), rg.Update("b", other, "a"), rg.Update("a", fn, "b")]
+            return rg.run(updates, {"a": x, "b": x}, policy=policy)["a"].square().sum()
+
+        (loss(xs[0]) + loss(xs[1])).backward()
+        return [loss(xs[1]).item(), xs[0].grad.norm().item(), xs[1].grad.norm().item()]  # type: ignore[union-attr]
+
+    assert losses(rg.Reverse()) == pytest.approx(losses(rg.Keep()), rel=1e-10)
+
+
+class Taps(nn.Module):
+    """Registers a hook, and replaces a submodule, in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head, self.ready = block(), linear(), False
+
+    def forward(self, b: Tensor) -> Tensor:
+        if not self.ready:
+            self.inner[0].register_forward_hook(lambda m, i, o: o * 3)
+            self.head, self.ready = block(), True
+        return self.head(self.inner(b))
+
+
+def test_what_fn_does_to_its_modules_is_done() -> None:
+    assert_as_kept(lambda policy: program(Taps(), policy))
+
+
+def test_a_hook_that_fn_adds_where_others_came_and_went() -> None:
+    class Tapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = block()
+
+        def forward(self, b: Tensor) -> Tensor:
+            handle = self.inner.register_forward_hook(lambda m, i, o: o * 2)
+            out = self.inner(b)
+            handle.remove()
+            return out
+
+    def make(policy: rg.Policy) -> Made:
+        fn = Tapped()
+        handle = fn.inner.register_forward_hook(lambda m, i, o: o + 1)
+        made = program(fn, policy)
+        handle.remove()
+        return made
+
+    assert_as_kept(make)
+
+
+def test_caches_of_torch_are_its_own() -> None:
+    def weights(policy: rg.Policy) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.utils.parametrizations.weight_norm(linear())
+        optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            x = torch.ones(4, WIDTH, dtype=torch.float64)
+            with nn.utils.parametrize.cached():
+                out = rg.run(
+                    [rg.Update("a", net, "b"), rg.Update("b", torch.sin, "a")], {"a": x, "b": x}, policy=policy
+                )
+            (out["a"] * out["b"]).sum().backward()
+            optimizer.step()
+        return list(net.parameters())
+
+    assert_same(weights(rg.Reverse()), weights(rg.Keep()))
+
+
 def test_remembered_values_are_not_consumed() -> None:
     def fn(b: Tensor) -> Tensor:
         columns, out = rg.remember(lambda: b.argmax(-1).tolist()), b.tanh()
@@ -495,6 +603,89 @@ def test_a_sparse_buffer() -> None:
     assert learned.kept > 0
 
 
+class Owner:
+    """What many modules know: an object that leads to all of them."""
+
+
+@pytest.mark.parametrize("through", ["object", "parent", "closure"])
+def test_statistics_of_modules_that_are_only_in_sight(through: str) -> None:
+    """A call that can see another's batch norm must not take it for one that stands still."""
+    from retrograd.measure import LiveBytes
+
+    def peak(depth: int) -> int:
+        nets = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh()) for _ in range(depth))
+        owner = Owner()
+        owner.nets = nets  # type: ignore[attr-defined]
+        for net in nets:
+            if through == "object":
+                net.owner = owner  # type: ignore[assignment]
+            elif through == "parent":
+                object.__setattr__(net, "parent", nets)
+        fns = [(lambda b, i=i: nets[i](b)) if through == "closure" else net for i, net in enumerate(nets)]
+        x = torch.randn(32, 64, requires_grad=True)
+        for parameter in nets.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(3):
+            with LiveBytes() as memory:
+                out = rg.run([rg.Update("ab"[i % 2], fn, "ba"[i % 2]) for i, fn in enumerate(fns)], {"a": x, "b": x})
+                (out["a"].sum() + out["b"].sum()).backward()
+        assert {int(net[1].num_batches_tracked) for net in nets} == {3}  # type: ignore[index, arg-type]
+        return memory.peak
+
+    copies = 6 * 2 * 64 * 4 + 6 * 8  # of the statistics: those of each update are kept for its replay
+    assert peak(10) - peak(4) <= copies * (10 if through == "closure" else 1)
+
+
+def test_keywords_are_seen_beside_anything_else() -> None:
+    class Vocabulary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = [(str(i), i) for i in range(4000)]
+
+        def forward(self, b: Tensor, k: Tensor) -> Tensor:
+            return (b + k).sin()
+
+    k = torch.zeros(WIDTH, dtype=torch.float64)
+    loss, _ = program(Vocabulary(), rg.Reverse(), k=k)
+    k.add_(1)
+    with pytest.raises(RuntimeError, match="its keyword 'k'"):
+        loss.backward()
+
+
+def test_what_cannot_be_looked_at() -> None:
+    class Odd:
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise RuntimeError("working outside of context")
+
+    class Length(list):
+        def __len__(self) -> int:
+            raise RuntimeError("no length")
+
+    def make(policy: rg.Policy) -> Made:
+        fn, gone, there = Masked(), block(), block()
+        for name, value in {
+            "gone": weakref.proxy(gone),
+            "there": weakref.proxy(there),
+            "odd": Odd(),
+            "list": Length(),
+        }.items():
+            object.__setattr__(fn, name, value)
+        del gone
+        return program(fn, policy)
+
+    assert_as_kept(make)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_script() -> None:
+    assert_as_kept(lambda policy: program(torch.jit.script(block()), policy))
+
+
+def test_a_remembered_size_is_a_size() -> None:
+    assert_as_kept(lambda policy: program(lambda b: b.sin() * rg.remember(lambda: b.shape).numel(), policy))
+
+
 # What stays alive
 
 
@@ -509,10 +700,13 @@ def test_forwards_alone_do_not_gather(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(latest, "out", None)
     for _ in range(5):  # a global with the name of an attribute that fn reads
         latest["out"] = rg.run([rg.Update("a", lambda b: net.out(b).tanh(), "b")], {"a": x, "b": x})["a"]
+    state = {"a": x}
+    for _ in range(5):  # the variable of a closure is bound to what the last program returned
+        state = rg.run([rg.Update("a", lambda b: net.out(b) * state["a"].detach(), "b")], {"a": x, "b": x})  # noqa: B023
     noting = Masked()
     for _ in range(5):
         noting.last = rg.run([rg.Update("a", noting, "b")], {"a": x, "b": x})["a"]
-    assert tapes_alive() - before <= 2
+    assert tapes_alive() - before <= 3
 
 
 def test_passes_that_fail_do_not_gather() -> None:
