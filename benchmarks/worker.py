@@ -259,14 +259,14 @@ def run(bench: Bench, step: Step, base: int) -> dict[str, Any]:
     if device.type == "cpu" and not bench.contender.compiled:
         result["live_bytes"] = live_bytes(step)
     step()  # after a profiler, one more to settle
-    base = CONTENDERS[bench.contender.time_of]
-    if device.type == "cpu" and base is not bench.contender and not bench.contender.compiled:
+    compared = CONTENDERS[bench.contender.time_of]
+    if device.type == "cpu" and compared is not bench.contender and not bench.contender.compiled:
         # Other work on the machine comes and goes: a step of each in turn.
-        beside, seconds, of_base = bench.step(base, around=False), [], []
+        beside, seconds, of_other = bench.step(compared, around=False), [], []
         for _ in range(configuration.steps + 1):
-            of_base += timed(beside, device, 0, 1, "step of what it is compared with")
+            of_other += timed(beside, device, 0, 1, "step of what it is compared with")
             seconds += timed(step, device, 0, 1, "step")
-        result |= in_milliseconds("step", seconds[1:]) | in_milliseconds("beside", of_base[1:])
+        result |= in_milliseconds("step", seconds[1:]) | in_milliseconds("beside", of_other[1:])
     else:
         result |= in_milliseconds("step", timed(step, device, 0, configuration.steps, "step"))
     if bench.contender.around is not None:  # launched without waiting, as in training: the host works ahead

@@ -37,7 +37,7 @@ class Auto(Policy):
     suffix of the program that fits is kept. Other shapes, of streams or of keywords, are learned anew. A budget below
     what reversing everything takes is an error that names the smallest that works. `explain()` says what was chosen and
     what replays cost. Not counted are updates with a policy of their own, and what a `fn` holds without saving it, as
-    checkpointing inside it does in its backward. The budget is that of one program: a model of several shares it out.
+    checkpointing inside it does in its backward. The budget is that of one program: of several, each needs its share.
 
     The choice depends on budget, shapes, and on which weights are trained, so ranks of a distributed run agree; a
     fraction is refused there. A copy of the policy learns anew.
@@ -125,13 +125,7 @@ class Learned:
 
     def learn(self, key: Any, saved: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
         """Note the most that an update saves, less what is there anyway (weights, keywords)."""
-        there, storages = (
-            {
-                storage._cdata: storage.nbytes()
-                for storage in (t.untyped_storage() for t in tensors if t.layout is torch.strided)
-            }
-            for tensors in (outside, saved)
-        )
+        there, storages = _storages(outside), _storages(saved)
         size = sum(size for storage, size in storages.items() if storage not in there)
         self.saved[key] = max(size, self.saved.get(key, 0))
 
@@ -191,6 +185,12 @@ def _budget(policy: Auto, device: torch.device) -> int:
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(policy.budget * free)
+
+
+def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """The bytes of each storage. (Sparse tensors have none.)"""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 _kind = operator.attrgetter("shape", "dtype", "device", "requires_grad")

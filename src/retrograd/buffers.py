@@ -48,7 +48,7 @@ class Before:
             else (buffer, version(buffer), buffer.detach().clone() if buffer.dim() <= most else None)
             for name, buffer in module._buffers.items()
         }
-        self.marks = {} if of_torch(type(module)) else _marks(module)
+        self.marks = _marks(module)
 
     def moved(self) -> set[str]:
         """After the forward: the buffers that it has moved. There can be no replay if one has no copy."""
@@ -83,7 +83,7 @@ class Before:
 
     def changed_marks(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """The numbers and flags that the forward has changed: where, which, and what it was."""
-        now = _marks(self.module) if not of_torch(type(self.module)) else {}
+        now = _marks(self.module)
         for name in self.marks | now:
             if now.get(name, MISSING) is not (then := self.marks.get(name, MISSING)):
                 yield self.module.__dict__, name, then
@@ -97,6 +97,8 @@ def _comparable(tensor: Tensor) -> bool:
 
 
 def _marks(module: nn.Module) -> dict[str, Any]:
+    if of_torch(type(module)):
+        return {}
     return {
         name: value
         for name, value in module.__dict__.items()

@@ -110,9 +110,8 @@ def plan(
 
     On CUDA storages are rounded up as its allocator does (512 bytes). Not foreseen: what operators allocate inside (the
     workspace of an attention's backward, a few percent; that of an LSTM on a CPU, which is large), fragments, and some
-    0.5 GiB for the context. Without a GPU
-    here, the operators of the CPU stand in for those of CUDA: attention with dropout or a mask may be planned too
-    large.
+    0.5 GiB for the context. Without a GPU here, the operators of the CPU stand in for those of CUDA: attention with
+    dropout or a mask may be planned too large.
 
     >>> import retrograd as rg
     >>> def build():

@@ -72,7 +72,7 @@ _ATTENTION = (
 
 
 def _saved(save: str | Sequence[Any]) -> Literal["output"] | tuple[Any, ...]:
-    """ "output", or the operators to save, from their names or themselves; what does not exist is refused here."""
+    """The word "output", or the operators to save; what does not exist is refused here."""
     if save == "output":
         return "output"
     if save == "attention":
@@ -95,7 +95,7 @@ def _saved(save: str | Sequence[Any]) -> Literal["output"] | tuple[Any, ...]:
 
 
 def _operator(names: list[str]) -> Any:
-    """ "mm", "aten.mm" or "aten.mm.default"; None if there is no such operator."""
+    """The operator called "mm", "aten.mm" or "aten.mm.default"; None if there is none."""
     namespace, name, *overload = names if len(names) > 1 else ["aten", *names]
     packet = getattr(getattr(torch.ops, namespace), name, None)
     return getattr(packet, overload[0], None) if overload else packet

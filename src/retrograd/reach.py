@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .bindings import MISSING, Cell
 
 _SIMPLE = (type(None), str, bytes, int, float, complex, type, types.ModuleType, types.BuiltinFunctionType, torch.dtype)
-_PLAIN = frozenset({type(None), str, bytes, bool, int, float, complex, type, types.ModuleType, torch.dtype})  # faster
+_PLAIN = frozenset({*_SIMPLE, bool})  # the same by exact type, which is found faster
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MARKS = frozenset({type(None), bool, int, float, str})
 _PROXIES = (*weakref.ProxyTypes,)
@@ -36,7 +36,7 @@ class Reached:
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []  # all of them
-        self.own: list[nn.Module] = []  # those that fn itself is made of
+        self.own: dict[int, nn.Module] = {}  # those that fn itself is made of, by id
         self.tensors: list[Tensor] = []
         self.variables: list[tuple[Any, Any, Any]] = []  # where a name is bound, the name, and to what
         self.generators: list[torch.Generator] = []
@@ -51,7 +51,7 @@ class Reached:
         self._seen[id(module)] = _FAR
         self.modules.append(module)
         if own:
-            self.own.append(module)
+            self.own[id(module)] = module
         if "forward" in module.__dict__:  # patched
             self.look(module.__dict__["forward"], 3)
         if module._forward_hooks or module._forward_pre_hooks:

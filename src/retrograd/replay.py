@@ -91,16 +91,16 @@ class Call:
         tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in reached.tensors]
         parameters = [p for m in reached.modules for p in m._parameters.values() if p is not None]
         self.grads = [(tensor, tensor.requires_grad) for tensor in reached.tensors + parameters if tensor.is_leaf]
-        if len(reached.own) < len(reached.modules):
+        own = reached.own
+        if len(own) < len(reached.modules):
             # A closure may show more modules than fn reads, and those may well change.
-            own = {id(module) for module in reached.own}
             others = (m._parameters.values() for m in reached.modules if id(m) not in own)
             self.shown = [p for values in others for p in values if p is not None and p.requires_grad]
             self.shown_versions = versions(self.shown)
-            parameters = [p for m in reached.own for p in m._parameters.values() if p is not None]
+            parameters = [p for m in own.values() for p in m._parameters.values() if p is not None]
         self.read = tensors + parameters
         self.versions = versions(self.read)
-        before = [Before(module, module in reached.own) for module in reached.modules if module._buffers]
+        before = [Before(module, id(module) in own) for module in reached.modules if module._buffers]
 
         out = self._first(function, reached.generators, states)
 
