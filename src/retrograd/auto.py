@@ -165,7 +165,7 @@ def learned_for(
     """What a policy knows about programs on such streams, with such keywords."""
     streams = tuple((name, *map(_kind, leaves)) for name, leaves in flat.items())
     given = {id(t): t for update in updates for value in update.kwargs.values() for t in leaves_of(value, Tensor)}
-    key = (streams, frozenset(map(_kind, given.values())), tuple(surroundings.autocast))
+    key = (streams, frozenset(map(_kind, given.values())), surroundings.modes)
     if key not in policy.learned:
         leaves = [leaf for leaves in flat.values() for leaf in leaves]
         size, device = sum(leaf.nbytes for leaf in leaves), leaves[0].device if leaves else torch.device("cpu")

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 MISSING: Any = object()
 """Stands for the value of a name that is not bound."""
 
-Swapped = list[tuple[Any, Any, Any]]
-"""What was exchanged: where, the name, and what it was bound to."""
+Binding = tuple[Any, Any, Any]
+"""Where a name is bound, the name, and to what."""
+
+Swapped = list[Binding]
+"""What was exchanged, and what it was bound to."""
 
 
 class Cell:
@@ -36,6 +39,27 @@ class Cell:
 
     def pop(self, name: str) -> None:
         del self.cell.cell_contents
+
+
+class Attribute:
+    """An attribute that is not in the `__dict__` of its module, as in TorchScript: likewise."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self.module, name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.module, name, value)
+
+
+def training_flag(module: nn.Module) -> Binding:
+    """Whether a module is in training, and where that stands."""
+    where = module.__dict__ if "training" in module.__dict__ else Attribute(module)
+    return where, "training", module.training
 
 
 def exchange(where: Any, name: Any, other: Any, swapped: Swapped) -> None:

@@ -6,11 +6,12 @@ not the same (R7). The rules cited here are listed in engine.py; which entry is 
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import operator
 import weakref
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from .streams import versions
 from .surroundings import Surroundings
 from .update import Step
 
+T = TypeVar("T")
+
 Flat = dict[str, list[Tensor]]
 """The tensors of each stream. The dict changes as a program runs; the lists in it never do."""
 
@@ -33,8 +36,6 @@ Slot = tuple[torch.Size, torch.dtype, torch.device]
 
 _slot: Callable[[Tensor], Slot] = operator.attrgetter("shape", "dtype", "device")
 
-_NOTHING = contextlib.nullcontext()
-
 
 class Saved:
     """What autograd saves while `fn` runs: as hooks, it puts slot numbers into the graph and the tensors here."""
@@ -42,32 +43,36 @@ class Saved:
     __slots__ = ("tensors", "versions")
 
     def __init__(self) -> None:
-        self.tensors: list[Any] = []  # None once it is taken
+        self.tensors: dict[int, Tensor] = {}  # less those that are taken
         self.versions: list[int] = []
 
     def pack(self, tensor: Tensor) -> int:
-        tensors = self.tensors
-        tensors.append(tensor)
-        self.versions.append(tensor._version)
-        return len(tensors) - 1
+        versions = self.versions
+        slot = len(versions)
+        self.tensors[slot] = tensor
+        versions.append(tensor._version)
+        return slot
 
     def moved(self) -> Saved:
         """The same in another object, and nothing here. The hooks hold this one, the graph holds the hooks, and the
         tensors hold the graph: together they would never die."""
         other = Saved()
         other.tensors, other.versions = self.tensors, self.versions
-        self.tensors = []
+        self.tensors = {}
         return other
 
     def __getitem__(self, slot: int) -> Tensor:
         """A tensor, if nobody has changed it in place since it was saved: what autograd demands."""
         tensor = self.tensors[slot]
         if tensor._version != self.versions[slot]:
-            raise RuntimeError(
-                "a tensor that fn saved for its backward was changed in place afterwards "
-                f"(shape {tuple(tensor.shape)}, version {tensor._version}, expected {self.versions[slot]})"
-            )
+            raise RuntimeError(self.changed(tensor, slot))
         return tensor
+
+    def changed(self, tensor: Tensor, slot: int) -> str:
+        return (
+            "a tensor that fn saved for its backward was changed in place afterwards "
+            f"(shape {tuple(tensor.shape)}, version {tensor._version}, expected {self.versions[slot]})"
+        )
 
 
 class Outputs:
@@ -172,18 +177,19 @@ class Entry:
             watch = Stopwatch(learned.device)  # its second call: a first one warms up
         try:
             with saved_tensors_hooks(saved.pack, unpack):
-                parts, replayable = self.call.forward(lambda: self._called(sources, target, 0), states)
+                parts, replayable = self.call.forward(self._function(sources, target, 0), states)
                 self.fn_slots = len(saved.tensors)
                 flat[update.target] = step.join(target, parts, alarms)
-            self.slots, self.versions = list(map(_slot, saved.tensors)), saved.versions
-            self.bases = [weakref.ref(_base(tensor)) for tensor in saved.tensors]
+            tensors = [*saved.tensors.values()]
+            self.slots, self.versions = list(map(_slot, tensors)), saved.versions
+            self.bases = [weakref.ref(tensor if (base := tensor._base) is None else base) for tensor in tensors]
             if watch is not None:
                 watch.stop()
                 learned.took[key] = watch  # type: ignore[union-attr]
             elif learned is not None and learned.learning:
-                learned.learn(key, saved.tensors, self.call.outside())
+                learned.learn(key, tensors, self.call.outside())
             if not replayable:
-                saved.tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in saved.tensors]
+                saved.tensors = {slot: t if t.is_leaf else t.detach() for slot, t in saved.tensors.items()}
                 self.kept = saved, [[leaf.detach() for leaf in part] for part in parts]
             elif isinstance(saved, Storing) and self.fn_slots and not self.call.must_finish():
                 saved.first.outputs = Outputs(parts)
@@ -192,7 +198,7 @@ class Entry:
         finally:
             self.live = None
             if self.kept is None:
-                saved.tensors = []
+                saved.tensors = {}
 
     def replay(self, streams: Flat, stood: dict[int, bool], *, undone: bool = False) -> tuple[Saved, list[Tensor]]:
         """Run `fn` again: what it saves, and the target as it was before the update (`undone`: it is that already)."""
@@ -200,7 +206,7 @@ class Entry:
         target = streams[update.target]
         if self.kept is not None:
             (kept, parts), saved = self.kept, Saved()
-            saved.tensors, saved.versions = [*kept.tensors], kept.versions
+            saved.tensors, saved.versions = {**kept.tensors}, kept.versions
             return saved, target if undone else step.unjoin(target, parts)
         outputs = self.outputs()
         # A weight that fn may read has changed: whether it does shows at its end.
@@ -210,7 +216,7 @@ class Entry:
         try:
             with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.__getitem__):
                 try:
-                    parts = self.call.replay(lambda: self._called(sources, target, 1), stood)
+                    parts = self.call.replay(self._function(sources, target, 1), stood)
                 except Enough as enough:
                     if enough.args[0] is not saved:
                         raise
@@ -224,14 +230,14 @@ class Entry:
             saved = saved.moved()
         return saved, before
 
-    def _called(self, sources: list[list[Tensor]], target: list[Tensor], context: int) -> list[list[Tensor]]:
+    def _function(self, sources: list[list[Tensor]], target: list[Tensor], context: int) -> Callable[[], Any]:
         """`fn`, with the outputs of the operators that the policy saves stored (context 0) or taken from there (1)."""
-        with _NOTHING if self.saving is None else self.saving[context]:
-            return self.step.call(sources, target)
+        call = functools.partial(self.step.call, sources, target)
+        return call if self.saving is None else functools.partial(_inside, self.saving[context], call)
 
     def verify(self, saved: Saved) -> None:
         """R7: the replay saved what the forward saved, and what is still the same tensor has not changed."""
-        slots = list(map(_slot, saved.tensors))
+        slots = list(map(_slot, saved.tensors.values()))
         if slots == self.slots:
             if saved.versions != self.versions:
                 self._verify_versions(saved)
@@ -250,12 +256,19 @@ class Entry:
 
     def _verify_versions(self, saved: Saved) -> None:
         """A stream is another tensor in the replay, and may have another version."""
-        for tensor, base, now, then in zip(saved.tensors, self.bases, saved.versions, self.versions, strict=True):
+        for tensor, base, now, then in zip(
+            saved.tensors.values(), self.bases, saved.versions, self.versions, strict=True
+        ):
             if now != then and base() is _base(tensor):
                 raise RuntimeError(f"{self}: a tensor that fn reads was changed in place between forward and backward")
 
     def __str__(self) -> str:
         return self.step.update.label(self.step.index)
+
+
+def _inside(context: AbstractContextManager[Any], function: Callable[[], T]) -> T:
+    with context:
+        return function()
 
 
 def _base(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .capture import Capture, Rehearsal, current
 from .streams import copied, leaves_of, versions
-from .surroundings import default_generators, restore, same, state
+from .surroundings import default_generators, restore, state
 from .update import Update
 
 T = TypeVar("T")
@@ -43,27 +43,33 @@ class Remembered:
 class _Frame:
     """One running `fn`. `remembered` is None where there will be no replay."""
 
-    __slots__ = ("phase", "remembered", "generators", "recalled")
+    __slots__ = ("index", "update", "remembered", "generators", "replaying", "recalled")
 
     def __init__(
-        self, phase: Phase, remembered: list[Remembered] | None, generators: Sequence[torch.Generator]
+        self,
+        index: int,
+        update: Update,
+        remembered: list[Remembered] | None,
+        generators: Sequence[torch.Generator],
+        replaying: bool,
     ) -> None:
-        self.phase, self.remembered, self.generators, self.recalled = phase, remembered, generators, 0
+        self.index, self.update, self.replaying = index, update, replaying
+        self.remembered, self.generators, self.recalled = remembered, generators, 0
 
     def recall(self) -> Remembered:
         """What was remembered next in the forward."""
         assert self.remembered is not None
         if self.recalled == len(self.remembered):
             raise RuntimeError(
-                f"update {self.phase.update} (target {self.phase.target!r}) calls remember() more often in its replay "
-                f"than in its forward ({self.recalled} times): fn is not deterministic"
+                f"{self.update.label(self.index)} calls remember() more often in its replay than in its forward "
+                f"({self.recalled} times): fn is not deterministic"
             )
         self.recalled += 1
         remembered = self.remembered[self.recalled - 1]
         if versions(remembered.tensors) != remembered.versions:
             raise RuntimeError(
-                f"update {self.phase.update} (target {self.phase.target!r}): what remember() returned was changed in "
-                "place since, so its replay would see something else; clone it in fn before changing it"
+                f"{self.update.label(self.index)}: what remember() returned was changed in place since, so its replay "
+                "would see something else; clone it in fn before changing it"
             )
         return remembered
 
@@ -87,7 +93,7 @@ def running(
     replaying: bool = False,
 ) -> T:
     """Call `function`, and say to `phase` and `remember` which `fn` it is; also in the traceback, if it fails."""
-    frame = _Frame(Phase(index, update.target, replaying), remembered, generators)
+    frame = _Frame(index, update, remembered, generators, replaying)
     _frames.stack.append(frame)
     try:
         out = function()
@@ -116,7 +122,10 @@ def phase() -> Phase | None:
     >>> _ = rg.run([rg.Update("a", fn, "b")], {"a": torch.zeros(1), "b": torch.ones(1)})
     Phase(update=0, target='a', replaying=False)
     """
-    return _frames.stack[-1].phase if _frames.stack else None
+    if not _frames.stack:
+        return None
+    frame = _frames.stack[-1]
+    return Phase(frame.index, frame.update.target, frame.replaying)
 
 
 def remember(compute: Callable[[], T]) -> T:
@@ -134,7 +143,7 @@ def remember(compute: Callable[[], T]) -> T:
     """
     frames = [frame for frame in _frames.stack if frame.remembered is not None]
     # The outermost replay decides: what runs inside it, forward or backward, must repeat what ran then.
-    recalled = [frame.recall() for frame in frames if frame.phase.replaying]
+    recalled = [frame.recall() for frame in frames if frame.replaying]
     if recalled:
         remembered = recalled[0]
         for generator, after in remembered.drawn:
@@ -144,7 +153,7 @@ def remember(compute: Callable[[], T]) -> T:
         value, drawn = _computed(compute, frames)
         remembered = Remembered(value, drawn)
     for frame in frames:
-        if not frame.phase.replaying:
+        if not frame.replaying:
             frame.remembered.append(remembered)  # type: ignore[union-attr]
     return value
 
@@ -159,7 +168,7 @@ def _computed(compute: Callable[[], T], frames: list[_Frame]) -> tuple[T, list[t
     before = [state(generator) for generator in drawing]
     with torch.no_grad():
         value = compute()
-    drawn = [(g, state(g)) for g, seen in zip(drawing, before, strict=True) if not same(state(g), seen)]
+    drawn = [(g, state(g)) for g, seen in zip(drawing, before, strict=True) if state(g) != seen]
     if isinstance(recording, Rehearsal):
         recording.note("remember()", drawn)
     return value, drawn

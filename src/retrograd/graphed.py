@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .capture import Capture, Rehearsal, under_way
 from .streams import Structure, flatten, unflatten
-from .surroundings import same, state
+from .surroundings import state
 
 
 def graphed(step: Callable[..., Any], *inputs: Any, warmup: int = 3) -> Graphed:
@@ -116,7 +116,7 @@ class Graphed:
                 step(*unflatten(self.inputs, self.structure))
             rehearsal.end()
         torch.cuda.current_stream().wait_stream(aside)
-        if not same(state(torch.default_generator), on_host):
+        if state(torch.default_generator) != on_host:
             raise RuntimeError(
                 "graphed: the step draws random numbers on the CPU (layer dropout, a mask made there); in a graph they "
                 "would be the same at every step. Draw them on the CUDA device, or outside and pass them as an input"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .surroundings import same, state
+from .surroundings import state
 
 if TYPE_CHECKING:
     from .update import Update
@@ -42,7 +42,7 @@ class Drawn:
 
     def compare(self, updates: Sequence[Update], module: nn.Module) -> None:
         """Raise on every rank if some run other updates than the rest, by the names of their `fn`s."""
-        if same(state(torch.default_generator), self.before):
+        if state(torch.default_generator) == self.before:
             return
         names = {id(inner): name for name, inner in module.named_modules()}
         text = " ".join(f"{update.target}:{names.get(id(update.fn), update.name)}" for update in updates)

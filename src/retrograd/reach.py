@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .bindings import MISSING, Cell
+from .bindings import MISSING, Binding, Cell, training_flag
 
 _SIMPLE = (type(None), str, bytes, int, float, complex, type, types.ModuleType, types.BuiltinFunctionType, torch.dtype)
 _PLAIN = frozenset({*_SIMPLE, bool})  # the same by exact type, which is found faster
@@ -32,13 +32,16 @@ _MANY = 4096  # a longer container is data; looking through more than that at ea
 class Reached:
     """The modules, tensors and generators that a call can be seen to use."""
 
-    __slots__ = ("modules", "own", "tensors", "variables", "generators", "_seen")
+    __slots__ = ("modules", "own", "weights", "shown", "tensors", "members", "variables", "generators", "_seen")
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []  # all of them
-        self.own: dict[int, nn.Module] = {}  # those that fn itself is made of, by id
+        self.own: set[int] = set()  # the ids of those that fn itself is made of
+        self.weights: list[Tensor] = []  # parameters of these,
+        self.shown: list[Tensor] = []  # and of the others, which fn may not read, and which may well change
         self.tensors: list[Tensor] = []
-        self.variables: list[tuple[Any, Any, Any]] = []  # where a name is bound, the name, and to what
+        self.members: list[Binding] = []  # training flags, parameters and buffers
+        self.variables: list[Binding] = []  # what else has a name
         self.generators: list[torch.Generator] = []
         self._seen: dict[int, int] = {}  # how far each object was followed
 
@@ -51,7 +54,13 @@ class Reached:
         self._seen[id(module)] = _FAR
         self.modules.append(module)
         if own:
-            self.own[id(module)] = module
+            self.own.add(id(module))
+        weights = [weight for weight in module._parameters.values() if weight is not None]
+        (self.weights if own else self.shown).extend(weights)
+        self.members.append(training_flag(module))
+        for members in (module._parameters, module._buffers):
+            if members and isinstance(members, dict):  # not those of TorchScript, which cannot be exchanged
+                self.members += [(members, name, member) for name, member in members.items()]
         if "forward" in module.__dict__:  # patched
             self.look(module.__dict__["forward"], 3)
         if module._forward_hooks or module._forward_pre_hooks:
@@ -59,9 +68,12 @@ class Reached:
         if not of_torch(kind := type(module)):
             self._attributes(module, own)
             self._names(_named_by(kind, "forward"))
-        for child in module._modules.values():
-            if child is not None:
-                self.walk(child, own=own)
+        if children := module._modules:
+            if type(children) is dict:
+                self.variables += [(children, name, child) for name, child in children.items()]
+            for child in children.values():
+                if child is not None:
+                    self.walk(child, own=own)
 
     def _attributes(self, module: nn.Module, own: bool) -> None:
         """What a module has beside its registries. Objects may lead anywhere, to the whole model: of these only what is

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .bindings import MISSING, Swapped, exchange, exchange_hooks, hooks_of, is_dtensor, put_back, without_graph
+from .bindings import MISSING, Binding, Swapped, exchange, exchange_hooks, hooks_of, is_dtensor, put_back, without_graph
 from .buffers import Before
 from .capture import Capture, Rehearsal, current
 from .frames import Remembered, running
 from .reach import reach
 from .streams import leaves_of, versions
-from .surroundings import Surroundings, digest, restore, same, state
+from .surroundings import Surroundings, restore, state
 from .update import Update
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Call:
         "random",
         "twin",
         "spent",
-        "modes",
+        "modules",
         "held",
         "hooks",
         "moved",
@@ -54,8 +54,8 @@ class Call:
         self.random: list[tuple[torch.Generator, Any, int | None]] = []
         self.twin: list[tuple[torch.Generator, torch.Generator]] = []  # instead, inside a CUDA graph: see capture.py
         self.spent = False
-        self.modes: list[tuple[nn.Module, bool]] = []  # the modules of fn and their training flags
-        self.held: list[tuple[Any, str, Any]] = []  # their members, and variables: where, name, what
+        self.modules: list[nn.Module] = []  # that fn can be seen to use
+        self.held: list[Binding] = []  # what their members, and variables, are bound to
         self.hooks: list[dict[str, Any] | None] = []  # and the hooks of each that has some
         self.moved: list[tuple[nn.Module, dict[str, Tensor | None]]] = []  # copies of buffers that the forward moved
         self.grads: list[tuple[Tensor, bool]] = []  # which of the tensors that fn reads need gradients
@@ -73,34 +73,15 @@ class Call:
         if any(isinstance(module, LazyModuleMixin) for module in reached.modules):
             states.clear()  # its weights are not there yet, and will be drawn
             return running(self.index, self.update, function, None), False
-        self.modes = [(module, module.training) for module in reached.modules]
-        self.held = [
-            (where, name, tensor)
-            for module in reached.modules
-            for where in (module._parameters, module._buffers)
-            if isinstance(where, dict)  # not those of TorchScript, which cannot be exchanged
-            for name, tensor in where.items()
-        ]
-        children = [
-            (m._modules, *each)
-            for m in reached.modules
-            if m._modules and type(m._modules) is dict
-            for each in m._modules.items()
-        ]
+        self.modules, self.held, self.shown = reached.modules, reached.members, reached.shown
+        self.shown_versions = versions(self.shown)
         # Without their graphs: a tensor that fn left in a module holds the graph of the call before, and so its tape.
         tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in reached.tensors]
-        parameters = [p for m in reached.modules for p in m._parameters.values() if p is not None]
-        self.grads = [(tensor, tensor.requires_grad) for tensor in reached.tensors + parameters if tensor.is_leaf]
-        own = reached.own
-        if len(own) < len(reached.modules):
-            # A closure may show more modules than fn reads, and those may well change.
-            others = (m._parameters.values() for m in reached.modules if id(m) not in own)
-            self.shown = [p for values in others for p in values if p is not None and p.requires_grad]
-            self.shown_versions = versions(self.shown)
-            parameters = [p for m in own.values() for p in m._parameters.values() if p is not None]
-        self.read = tensors + parameters
+        self.read = tensors + reached.weights
         self.versions = versions(self.read)
-        before = [Before(module, id(module) in own) for module in reached.modules if module._buffers]
+        read = reached.tensors + reached.weights + reached.shown
+        self.grads = [(tensor, tensor.requires_grad) for tensor in read if tensor.is_leaf]
+        before = [Before(module, id(module) in reached.own) for module in reached.modules if module._buffers]
 
         out = self._first(function, reached.generators, states)
 
@@ -109,14 +90,13 @@ class Call:
                 f"{self.update.label(self.index)}: fn changes {changed} in place, and a replay would change it again; "
                 "return what is new, hold it in a buffer, or give this update policy=Keep()"
             )
-        # What else has a name is put back as parameters are, but not what fn itself binds anew: that may go.
-        bound = [each for each in (*reached.variables, *children) if each[0].get(each[1], MISSING) is each[2]]
-        self.held += [(where, name, without_graph(value)) for where, name, value in bound]
-        if len(bound) < len(reached.variables) + len(children):
-            still = {id(value) for _, _, value in bound}
-            gone = {id(value) for _, _, value in reached.variables} - still
-            kept = [position for position, tensor in enumerate(reached.tensors) if id(tensor) not in gone]
-            self.read = [tensors[position] for position in kept] + parameters
+        # What else has a name is put back as these are, but not what fn itself binds anew: that may go.
+        bound = [each for each in reached.variables if each[0].get(each[1], MISSING) is each[2]]
+        self.held = self.held + [(where, name, without_graph(value)) for where, name, value in bound]
+        if len(bound) < len(reached.variables):
+            gone = {id(value) for _, _, value in reached.variables} - {id(value) for _, _, value in bound}
+            kept = [tensor for tensor, found in zip(tensors, reached.tensors, strict=True) if id(found) not in gone]
+            self.read = kept + reached.weights
             self.versions = versions(self.read)
         self.hooks = [hooks_of(m) if m._forward_hooks or m._forward_pre_hooks else None for m in reached.modules]
         return out, self._settle(before) if before else True
@@ -133,8 +113,8 @@ class Call:
         states[:] = self.surroundings.states()
         after = states + [state(generator) for generator in own]
         for position, (generator, then, now) in enumerate(zip(generators, before, after, strict=True)):
-            stood = same(then, now)
-            self.random.append((generator, then, None if stood else digest(now)))
+            stood = then == now
+            self.random.append((generator, then, None if stood else hash(now)))
             if stood and position < len(states):
                 states[position] = then  # one state for all calls that leave it alone
         if isinstance(recording, Rehearsal):
@@ -150,7 +130,7 @@ class Call:
             if moved := each.moved():
                 copies = each.copies()
                 self.moved.append((each.module, copies))
-                self.held += each.changed_marks()
+                self.held = [*self.held, *each.changed_marks()]
                 replayable = replayable and moved <= copies.keys()
             elif each.own:
                 buffers = [buffer for buffer, _, _ in each.buffers.values() if buffer is not None]
@@ -168,16 +148,12 @@ class Call:
             )
         drawn = [(*each, state(each[0])) for each in self.random if each[2] is not None or self._elsewhere(each, stood)]
         twins = [(generator, twin, generator.graphsafe_get_state()) for generator, twin in self._twin()]
-        flipped: list[nn.Module] = []
         frozen = [tensor for tensor, needed in self.grads if tensor.requires_grad != needed and tensor.is_leaf]
         swapped: Swapped = []
         try:
             for tensor in frozen:
                 tensor.requires_grad_(not tensor.requires_grad)
-            for (module, training), hooks in zip(self.modes, self.hooks, strict=True):
-                if module.training != training:
-                    flipped.append(module)
-                    module.training = training
+            for module, hooks in zip(self.modules, self.hooks, strict=True):
                 if hooks is not None or module._forward_hooks or module._forward_pre_hooks:
                     exchange_hooks(module, hooks, swapped)
             for where, name, then in self.held:
@@ -194,7 +170,7 @@ class Call:
                 lambda: running(self.index, self.update, function, self.remembered, (), replaying=True)
             )
             if any(
-                whither is not None and digest(end := state(generator)) != whither and not same(end, then)
+                whither is not None and hash(end := state(generator)) != whither and end != then
                 for generator, then, whither, _ in drawn  # none at all is fine
             ):
                 raise RuntimeError(
@@ -211,8 +187,6 @@ class Call:
             for generator, _, here in twins:
                 restore(generator, here)
             put_back(swapped)
-            for module in flipped:
-                module.training = not module.training
             for tensor in frozen:
                 tensor.requires_grad_(not tensor.requires_grad)
 
@@ -222,7 +196,7 @@ class Call:
         as fork_rng does. Asked once a pass, since the calls that left it alone share its state."""
         generator, then, _ = noted
         if (answer := stood.get(id(then))) is None:
-            answer = stood[id(then)] = same(state(generator), then)
+            answer = stood[id(then)] = state(generator) == then
         return not answer
 
     def shown_changed(self) -> bool:
@@ -253,18 +227,18 @@ class Call:
 
     def outside(self) -> list[Tensor]:
         """What `fn` reads and others hold: tensors, keywords and weights, also those that FSDP2 has gathered for it."""
-        weights = (p for module, _ in self.modes for p in module._parameters.values() if p is not None)
+        weights = (p for module in self.modules for p in module._parameters.values() if p is not None)
         return [*self.read, *weights]
 
     def must_finish(self) -> bool:
         """Whether a replay must come to the end of `fn`: FSDP2 acts there, and TorchScript cannot be left before."""
-        return any(hasattr(m, "reshard") or isinstance(m, torch.jit.ScriptModule) for m, _ in self.modes)
+        return any(hasattr(m, "reshard") or isinstance(m, torch.jit.ScriptModule) for m in self.modules)
 
     def sharded(self) -> list[Any]:
         """The modules whose parameters FSDP2 holds in shards at this moment."""
         return [
             module
-            for module, _ in self.modes
+            for module in self.modules
             if hasattr(module, "reshard") and any(is_dtensor(p) for p in module.parameters())
         ]
 
@@ -282,7 +256,7 @@ class Call:
                 return f"its keyword {key!r}"
         for where, name, member in self.held:
             if member is tensor:
-                for module, _ in self.modes:
+                for module in self.modules:
                     for kind, members in (("parameter", module._parameters), ("buffer", module._buffers)):
                         if members is where:
                             return f"the {kind} {name!r} of {type(module).__name__}"

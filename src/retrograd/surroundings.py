@@ -4,53 +4,47 @@ attention backends that may be chosen, the default dtype, the random generators.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
 
+State = bytes | tuple[int, int]
+"""The state of a random generator, to be compared and restored."""
+
 
 class Surroundings:
     """What surrounds a program while it runs forward."""
 
-    __slots__ = ("kinds", "autocast", "attention", "dtype", "generators")
+    __slots__ = ("kinds", "modes", "generators")
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         devices = set(devices)
         kinds = {"cpu"} | {device.type for device in devices}
         self.kinds = sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
-        self.autocast = _autocast(self.kinds)
-        self.attention, self.dtype = _attention(), torch.get_default_dtype()
+        self.modes = _modes(self.kinds)
         self.generators = default_generators(devices)
 
-    def states(self) -> list[Any]:
+    def states(self) -> list[State]:
         """Where the generators are."""
         return [state(generator) for generator in self.generators]
 
     def run(self, function: Callable[[], T]) -> T:
         """Call `function` in these surroundings, whatever surrounds this call; autocast's weight cache is off (R5)."""
-        autocast, attention, cache = _autocast(self.kinds), _attention(), torch.is_autocast_cache_enabled()
-        dtype = torch.get_default_dtype()
+        here, cache = _modes(self.kinds), torch.is_autocast_cache_enabled()
         try:
             torch.set_autocast_cache_enabled(False)
-            if autocast != self.autocast:
-                _set_autocast(self.autocast)
-            if attention != self.attention:
-                _set_attention(self.attention)
-            if dtype != self.dtype:
-                torch.set_default_dtype(self.dtype)
+            if here != self.modes:
+                _switch(here, self.modes)
             return function()
         finally:
             torch.set_autocast_cache_enabled(cache)
-            if autocast != self.autocast:
-                _set_autocast(autocast)
-            if attention != self.attention:
-                _set_attention(attention)
-            if dtype != self.dtype:
-                torch.set_default_dtype(dtype)
+            if here != self.modes:
+                _switch(self.modes, here)
 
 
 def transformed() -> bool:
@@ -61,28 +55,40 @@ def transformed() -> bool:
     )
 
 
-def _autocast(kinds: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+Modes = tuple[tuple[tuple[str, bool, torch.dtype], ...], tuple[bool, bool, bool, bool], torch.dtype]
+"""Autocast by kind of device; the backends that attention may choose from, since each saves other tensors; the default
+dtype."""
 
 
-def _set_autocast(states: Iterable[tuple[str, bool, torch.dtype]]) -> None:
-    # What torch.autocast does on entry, without its checks of the device: they cost as much as two kernels.
-    for kind, enabled, dtype in states:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
-
-
-def _attention() -> tuple[bool, bool, bool, bool]:
-    """Which backends scaled_dot_product_attention may use: each saves other tensors."""
+def _modes(kinds: Sequence[str]) -> Modes:
+    """How things are here."""
     cuda = torch.backends.cuda
-    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    return (
+        tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]),
+        (
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ),
+        torch.get_default_dtype(),
+    )
 
 
-def _set_attention(allowed: tuple[bool, bool, bool, bool]) -> None:
-    cuda = torch.backends.cuda
-    setters = (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp)
-    for allow, enabled in zip(setters, allowed, strict=True):
-        allow(enabled)
+def _switch(here: Modes, there: Modes) -> None:
+    """From one to the other."""
+    if here[0] != there[0]:
+        # What torch.autocast does on entry, without its checks of the device: they cost as much as two kernels.
+        for kind, enabled, dtype in there[0]:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+    if here[1] != there[1]:
+        cuda = torch.backends.cuda
+        allow = (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp)
+        for set_allowed, allowed in zip(allow, there[1], strict=True):
+            set_allowed(allowed)
+    if here[2] != there[2]:
+        torch.set_default_dtype(there[2])
 
 
 def default_generators(devices: Iterable[torch.device] = ()) -> list[torch.Generator]:
@@ -96,8 +102,8 @@ def default_generators(devices: Iterable[torch.device] = ()) -> list[torch.Gener
     return found
 
 
-def state(generator: torch.Generator) -> Any:
-    """The state of a generator; on CUDA two integers on the host, so no synchronisation (R4)."""
+def state(generator: torch.Generator) -> State:
+    """Where a generator is; on CUDA two integers on the host, so no synchronisation (R4)."""
     if generator.device.type == "cuda":
         try:
             return generator.initial_seed(), generator.get_offset()
@@ -105,27 +111,13 @@ def state(generator: torch.Generator) -> Any:
             raise RuntimeError(
                 f"{error}; to capture a reversible step in a CUDA graph, use retrograd.graphed"
             ) from None
-    state = generator.get_state()
-    return state.view(torch.int64) if state.numel() % 8 == 0 else state  # eight bytes at a time: faster to compare
+    raw = generator.get_state()  # on the host for every device
+    return ctypes.string_at(
+        raw.data_ptr(), raw.nbytes
+    )  # compared without operators of torch, which take ten times as long
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two states of one generator are equal."""
-    if isinstance(a, tuple):
-        return a == b
-    return torch.equal(a, b)
-
-
-def digest(state: Any) -> int:
-    """A state in eight bytes, to see whether it is the same again."""
-    if isinstance(state, tuple):
-        return hash(state)
-    words = state.to(torch.int64)
-    # Weighted: a plain sum would miss one counter going down as another goes up, which is what a draw does.
-    return int((words * torch.arange(1, 2 * words.numel(), 2)).sum())
-
-
-def restore(generator: torch.Generator, state: Any) -> None:
+def restore(generator: torch.Generator, state: State | torch.Generator) -> None:
     """Put a generator back into a state; in that of another generator, which is all that works inside a CUDA graph."""
     if isinstance(state, torch.Generator):
         generator.graphsafe_set_state(state)
@@ -135,7 +127,7 @@ def restore(generator: torch.Generator, state: Any) -> None:
             generator.manual_seed(seed)
         generator.set_offset(offset)
     else:
-        generator.set_state(state.view(torch.uint8))
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 @contextmanager
@@ -143,7 +135,7 @@ def no_random_numbers(what: str, watched: Sequence[torch.Generator]) -> Iterator
     """Refuse what draws random numbers inside: they would be other numbers than those of the forward."""
     before = [state(generator) for generator in watched]
     yield
-    if not all(same(state(generator), seen) for generator, seen in zip(watched, before, strict=True)):
+    if [state(generator) for generator in watched] != before:
         raise RuntimeError(
             f"{what}: an update draws random numbers (dropout?), which are not those of the forward; "
             "use eval mode in both directions"

@@ -93,14 +93,25 @@ class Tape:
         return reversal
 
     def serve(self, position: int, slot: int) -> Tensor:
-        """The saved tensor that autograd asks for."""
+        """The saved tensor that autograd asks for. It is released as it is taken."""
         reversal = self.passes.get(_current_pass())
-        if reversal is None:
-            if (live := self.entries[position].live) is not None:
+        saved = None if reversal is None else reversal.captured.get(position)
+        if saved is None or slot not in saved.tensors:
+            if reversal is None and (live := self.entries[position].live) is not None:
                 return live[slot]
+            saved = self._captured(reversal, position, slot)
+        tensor = saved.tensors.pop(slot)
+        if tensor._version != saved.versions[slot]:
+            self.passes.pop(_current_pass(), None)
+            raise RuntimeError(f"{self.entries[position]}: {saved.changed(tensor, slot)}")
+        return tensor
+
+    def _captured(self, reversal: Reversal | None, position: int, slot: int) -> Saved:
+        """What an update saves, after reversing the program up to there."""
+        if reversal is None:
             reversal = self.begin(self._finals(position), again=False)
         try:
-            return reversal.serve(position, slot)
+            return reversal.back_to(position, slot)
         except BaseException:
             self.passes.pop(_current_pass(), None)  # it has failed, and will not come to its end
             raise
@@ -129,26 +140,14 @@ class Reversal:
         self.stood: dict[int, bool] = {}  # see Call.replay
         self.lock = threading.RLock()  # autograd runs one thread per device
 
-    def serve(self, position: int, slot: int) -> Tensor:
-        """A saved tensor of one update, reversing up to there if need be; it is released as it is taken."""
-        saved = self.captured.get(position)
-        if saved is None or saved.tensors[slot] is None:
-            saved = self._captured(position, slot)
-        try:
-            tensor = saved[slot]
-        except RuntimeError as error:
-            raise RuntimeError(f"{self.entries[position]}: {error}") from None
-        saved.tensors[slot] = None
-        return tensor
-
-    def _captured(self, position: int, slot: int) -> Saved:
-        """What an update saves, from a replay."""
+    def back_to(self, position: int, slot: int) -> Saved:
+        """What an update saves, with the tensor of this slot, from a replay."""
         with self.lock:
             while self.position > position:
                 self._forget(self.entries[position].slots[slot][2])
                 self._step_back(passing=self.position - 1 > position)
             saved = self.captured.get(position)
-            return self._again(position) if saved is None or saved.tensors[slot] is None else saved
+            return self._again(position) if saved is None or slot not in saved.tensors else saved
 
     def _step_back(self, *, passing: bool) -> None:
         """Reverse one update. `passing`: only to get to an earlier one, since nobody asked for what this one saved."""
@@ -170,14 +169,10 @@ class Reversal:
         Autograd runs the nodes of one device from the last to the first, so none of it will be asked for any more.
         """
         for position, saved in list(self.captured.items()):
-            untaken = False
-            for slot, tensor in enumerate(saved.tensors):
-                if tensor is not None:
-                    if tensor.device == device:
-                        saved.tensors[slot] = None
-                    else:
-                        untaken = True
-            if not untaken:
+            for slot, tensor in list(saved.tensors.items()):
+                if tensor.device == device:
+                    del saved.tensors[slot]
+            if not saved.tensors:
                 del self.captured[position]
 
     def _again(self, position: int) -> Saved:

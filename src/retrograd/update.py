@@ -82,7 +82,7 @@ class Update:
 
     def parts(self, index: int, out: Any, target: list[Tensor], structure: Structure) -> list[list[Tensor]]:
         """`fn`'s output as one list of tensors per part, each fitting the target, or a ValueError (R1)."""
-        parts, compiling = self.join.parts, torch.compiler.is_compiling()  # then can_cast cannot be asked
+        parts = self.join.parts
         if parts > 1 and not (isinstance(out, (tuple, list)) and len(out) == parts):
             raise ValueError(
                 f"{self.label(index)}: {type(self.join).__name__} needs {parts} parts, fn returned {_shown(out)}"
@@ -101,7 +101,7 @@ class Update:
                         f"{self.label(index)}: fn returned shape {tuple(leaf.shape)} for a target of shape "
                         f"{tuple(into.shape)}; they must be equal (expand the output if it is meant to broadcast)"
                     )
-                if leaf.dtype != into.dtype and not (compiling or _can_cast(leaf.dtype, into.dtype)):
+                if leaf.dtype != into.dtype and not _can_cast(leaf.dtype, into.dtype):
                     raise ValueError(
                         f"{self.label(index)}: fn returned {leaf.dtype} for a target of {into.dtype}, which cannot "
                         "hold it; cast the output in fn"
@@ -165,7 +165,11 @@ def program(updates: Iterable[Update], names: Iterable[str]) -> list[Update]:
     return listed
 
 
-_can_cast = functools.cache(torch.can_cast)
+_known_casts = functools.cache(torch.can_cast)
+
+
+def _can_cast(dtype: torch.dtype, into: torch.dtype) -> bool:
+    return torch.compiler.is_compiling() or _known_casts(dtype, into)  # while tracing, torch cannot be asked
 
 
 def _shown(out: Any) -> str:
