@@ -51,23 +51,25 @@ class Capture:
     def __init__(self, rehearsal: Rehearsal, graph: torch.cuda.CUDAGraph) -> None:
         self.rehearsal, self.calls = rehearsal, 0
         self.alarms: list[RangeAlarms] = []
-        self.twins: dict[int, torch.Generator] = {}
+        self.twins: dict[int, tuple[torch.Generator, int]] = {}  # of the calls that draw, and the offset of each
         for call, offset in enumerate(rehearsal.offsets):
             if offset is not None:
-                self.twins[call] = rehearsal.generator.clone_state()
-                graph.register_generator_state(self.twins[call])
+                twin = rehearsal.generator.clone_state()
+                self.twins[call] = twin, offset
+                graph.register_generator_state(twin)
 
     def twin(self) -> list[tuple[torch.Generator, torch.Generator]]:
         """For the next call, if it draws: the generator it draws from, and the one that its replay shall draw from."""
         self.calls += 1
-        twin = self.twins.get(self.calls - 1)
-        return [] if twin is None else [(self.rehearsal.generator, twin)]
+        if (twin := self.twins.get(self.calls - 1)) is None:
+            return []
+        return [(self.rehearsal.generator, twin[0])]
 
     def place(self) -> None:
         """Before a launch: put each twin where the forward of its call will begin to draw."""
         seed, start = state(self.rehearsal.generator)
-        for call, twin in self.twins.items():
-            restore(twin, (seed, start + self.rehearsal.offsets[call]))
+        for twin, offset in self.twins.values():
+            restore(twin, (seed, start + offset))
 
 
 _current: Rehearsal | Capture | None = None  # for all threads: a backward runs in one of its own

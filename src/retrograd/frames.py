@@ -43,33 +43,27 @@ class Remembered:
 class _Frame:
     """One running `fn`. `remembered` is None where there will be no replay."""
 
-    __slots__ = ("index", "update", "remembered", "generators", "replaying", "recalled")
+    __slots__ = ("phase", "remembered", "generators", "recalled")
 
     def __init__(
-        self,
-        index: int,
-        update: Update,
-        remembered: list[Remembered] | None,
-        generators: Sequence[torch.Generator],
-        replaying: bool,
+        self, phase: Phase, remembered: list[Remembered] | None, generators: Sequence[torch.Generator]
     ) -> None:
-        self.index, self.update, self.replaying = index, update, replaying
-        self.remembered, self.generators, self.recalled = remembered, generators, 0
+        self.phase, self.remembered, self.generators, self.recalled = phase, remembered, generators, 0
 
     def recall(self) -> Remembered:
         """What was remembered next in the forward."""
         assert self.remembered is not None
         if self.recalled == len(self.remembered):
             raise RuntimeError(
-                f"{self.update.label(self.index)} calls remember() more often in its replay than in its forward "
-                f"({self.recalled} times): fn is not deterministic"
+                f"update {self.phase.update} (target {self.phase.target!r}) calls remember() more often in its replay "
+                f"than in its forward ({self.recalled} times): fn is not deterministic"
             )
         self.recalled += 1
         remembered = self.remembered[self.recalled - 1]
         if versions(remembered.tensors) != remembered.versions:
             raise RuntimeError(
-                f"{self.update.label(self.index)}: what remember() returned was changed in place since, so its replay "
-                "would see something else; clone it in fn before changing it"
+                f"update {self.phase.update} (target {self.phase.target!r}): what remember() returned was changed in "
+                "place since, so its replay would see something else; clone it in fn before changing it"
             )
         return remembered
 
@@ -93,7 +87,7 @@ def running(
     replaying: bool = False,
 ) -> T:
     """Call `function`, and say to `phase` and `remember` which `fn` it is; also in the traceback, if it fails."""
-    frame = _Frame(index, update, remembered, generators, replaying)
+    frame = _Frame(Phase(index, update.target, replaying), remembered, generators)
     _frames.stack.append(frame)
     try:
         out = function()
@@ -122,10 +116,7 @@ def phase() -> Phase | None:
     >>> _ = rg.run([rg.Update("a", fn, "b")], {"a": torch.zeros(1), "b": torch.ones(1)})
     Phase(update=0, target='a', replaying=False)
     """
-    if not _frames.stack:
-        return None
-    frame = _frames.stack[-1]
-    return Phase(frame.index, frame.update.target, frame.replaying)
+    return _frames.stack[-1].phase if _frames.stack else None
 
 
 def remember(compute: Callable[[], T]) -> T:
@@ -143,7 +134,7 @@ def remember(compute: Callable[[], T]) -> T:
     """
     frames = [frame for frame in _frames.stack if frame.remembered is not None]
     # The outermost replay decides: what runs inside it, forward or backward, must repeat what ran then.
-    recalled = [frame.recall() for frame in frames if frame.replaying]
+    recalled = [frame.recall() for frame in frames if frame.phase.replaying]
     if recalled:
         remembered = recalled[0]
         for generator, after in remembered.drawn:
@@ -153,7 +144,7 @@ def remember(compute: Callable[[], T]) -> T:
         value, drawn = _computed(compute, frames)
         remembered = Remembered(value, drawn)
     for frame in frames:
-        if not frame.replaying:
+        if not frame.phase.replaying:
             frame.remembered.append(remembered)  # type: ignore[union-attr]
     return value
 
