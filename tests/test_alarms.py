@@ -151,7 +151,7 @@ def test_other_values_are_looked_at_each_time() -> None:
 def test_small_and_empty_streams_are_looked_at_whole() -> None:
     watch = alarms.DriftWatch(rg.Reverse(watch=1.0), [torch.arange(7.0), torch.zeros(0), torch.tensor(3.0)])
     assert [sample.numel() for sample in watch.samples] == [7, 0, 1]
-    watch.compare([torch.arange(7.0), torch.zeros(0), torch.tensor(3.3)], turn=1)
+    watch.compare([torch.arange(7.0), torch.zeros(0), torch.tensor(3.3)], current_pass=1)
     assert rg.last_drift() == pytest.approx(0.3 / 6)  # relative to the largest value of all
 
 
@@ -318,3 +318,11 @@ def test_drift_on_a_device_is_seen_by_the_thread_that_called_backward() -> None:
     drift = rg.last_drift()
     assert drift is not None
     assert drift > 1e-3
+
+
+def test_the_drift_of_complex_streams_is_measured() -> None:
+    x = torch.randn(3, dtype=torch.complex64, requires_grad=True)
+    out = rg.run([rg.Update("a", torch.sin, "b")], {"a": x, "b": x}, policy=rg.Reverse(watch=1e-3))
+    out["a"].abs().sum().backward()
+    assert rg.last_drift() is not None
+    assert rg.last_drift() < 1e-6

@@ -639,3 +639,10 @@ def test_a_report_raises_for_problems() -> None:
 
 def test_a_report_of_nothing_reversed() -> None:
     assert "drift of the reconstruction: none" in str(check(sequence(1, policy=rg.Keep()), tokens()))
+
+
+def test_complex_numbers_of_single_precision_have_its_tolerance() -> None:
+    net = rg.ReversibleSequence([(nn.Linear(4, 4, dtype=torch.complex64), nn.Identity()) for _ in range(4)])
+    assert check(net, torch.randn(2, 4, dtype=torch.complex64)).tolerance == 1e-3
+    net = rg.ReversibleSequence([(nn.Linear(4, 4, dtype=torch.complex128), nn.Identity()) for _ in range(4)])
+    assert check(net, torch.randn(2, 4, dtype=torch.complex128)).tolerance == 1e-6

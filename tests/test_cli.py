@@ -39,6 +39,16 @@ class Noise(nn.Module):
 def wrong():
     return rg.ReversibleSequence([(Noise(), nn.Linear(8, 8))])
 
+class Grows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x):
+        return self.linear(x) * (float("inf") if rg.phase() and rg.phase().replaying else 1.0)
+
+def grows():
+    return rg.ReversibleSequence([(Grows(), nn.Linear(8, 8)) for _ in range(2)])
+
 def fails():
     raise OSError("no weights\\nhere")
 
@@ -318,3 +328,20 @@ def test_python_dash_m(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
+
+
+def test_json_has_no_word_for_infinity(capsys):
+    status, out, _ = call(capsys, "check", "@grows", "--input", "2,8", "--json")
+    assert status == 1
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    found = json.loads(out, parse_constant=refuse)
+    assert "inf" in [gradient["error"] for gradient in found["gradients"]]
+
+
+def test_a_fraction_as_the_budget_of_a_policy(capsys):
+    status, out, _ = call(capsys, "measure", "@make", "--input", "2,8", "--policy", "auto:0.5")
+    assert status == 0
+    assert "one step on" in out

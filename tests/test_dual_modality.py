@@ -527,3 +527,17 @@ def test_two_forwards_before_a_backward() -> None:
         errors[name] = max((a - b).norm() / b.norm() for a, b in zip(found, expected, strict=True))
     assert errors["remember"] < 1e-10
     assert errors["cache"] > 1e-3
+
+
+def test_a_mask_that_nobody_takes_is_refused_even_if_it_is_that_of_the_other_modality() -> None:
+    class Masked(nn.Linear):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(x)
+
+    networks = (Masked(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    net, x, mask = rg.DualModality([networks], ["self"]), torch.randn(2, 4), torch.ones(2)
+    with pytest.raises(TypeError, match="no network takes the keyword 'm_mask'"):
+        net(x, x, x_mask=mask, m_mask=mask)
+    other = rg.DualModality([networks], ["other"])  # f asks for its own mask only
+    with pytest.raises(TypeError, match="no network takes the keyword 'm_mask'"):
+        other.updates(x_mask=mask, m_mask=mask)

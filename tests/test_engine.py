@@ -239,7 +239,7 @@ def test_not_a_stream():
 
 
 def test_not_a_policy():
-    with pytest.raises(TypeError, match="policy must be a Policy"):
+    with pytest.raises(TypeError, match=r"policy must be Reverse\(\)"):
         rg.run([], {"a": torch.ones(1)}, policy="reverse")
 
 
@@ -287,6 +287,17 @@ def test_invert_refuses_a_program_drawn_at_random():
     for net in (Dropping(), Listed()):
         with pytest.raises(RuntimeError, match="invert: an update draws random numbers"):
             net.inverse({"a": torch.ones(4), "b": torch.ones(4)})
+
+
+def test_an_inverse_numbers_the_updates_as_the_program_does():
+    def fn(b):
+        return b * (rg.phase().update + 1)
+
+    program = [rg.Update("a", fn, "b"), rg.Update("b", fn, "a"), rg.Update("a", fn, "b")]
+    start = {"a": torch.ones(1), "b": torch.ones(1)}
+    assert rg.invert(program, rg.run(program, start)) == start
+    with pytest.raises(ValueError, match=r"^update 2 .*fn returned shape"):
+        rg.invert([*program[:2], rg.Update("a", lambda b: b[:0], "b")], start)
 
 
 def test_the_host_does_not_do_more_per_update():

@@ -146,3 +146,22 @@ def test_remember_that_draws_from_a_generator_of_the_user() -> None:
 
     loss, b = run_fn(fn)
     assert_same(torch.autograd.grad(loss, b)[0], b.cos())
+
+
+@pytest.mark.parametrize("policy", [rg.Reverse(), rg.Reverse(save="output")], ids=repr)
+def test_what_is_remembered_inside_a_remembered_choice_is_part_of_it(policy: rg.Policy) -> None:
+    calls = []
+
+    def inner(b: Tensor) -> Tensor:
+        calls.append("inner")
+        return b.argmax(-1, keepdim=True)
+
+    def fn(b: Tensor) -> Tensor:
+        outer = rg.remember(lambda: rg.remember(lambda: inner(b)) + 10)
+        after = rg.remember(lambda: torch.tensor(2.0))
+        return b.sin() * outer * after
+
+    loss, b = run_fn(fn, policy)
+    found = torch.autograd.grad(loss, b)[0]
+    assert calls == ["inner"]
+    assert_same(found, b.cos() * (b.argmax() + 10) * 2)

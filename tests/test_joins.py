@@ -179,3 +179,66 @@ def test_exact_add_refuses_other_dtypes(dtype: torch.dtype) -> None:
 def test_the_limits_of_both_dtypes() -> None:
     assert rg.ExactAdd().limit(torch.float32) == 2048
     assert rg.ExactAdd().limit(torch.float64) == 2.0**40
+
+
+class Turned(rg.Join):
+    """Takes the layout of the output, not that of the target."""
+
+    def apply(self, target: Tensor, *out: Tensor) -> Tensor:
+        return out[0] + target
+
+    def invert(self, target: Tensor, *out: Tensor) -> Tensor:
+        return -(out[0] - target)
+
+
+class Rotated(rg.Join):
+    """Reads a tensor of its own, in an operator that autocast runs in lower precision."""
+
+    def __init__(self) -> None:
+        self.turn = torch.linalg.qr(torch.randn(4, 4))[0]
+
+    def apply(self, target: Tensor, *out: Tensor) -> Tensor:
+        return target @ self.turn + out[0]
+
+    def invert(self, target: Tensor, *out: Tensor) -> Tensor:
+        return (target - out[0]) @ self.turn.T
+
+
+def program_of(join: rg.Join, dtype: torch.dtype = torch.float64) -> tuple[list[rg.Update], dict[str, Tensor]]:
+    class Turn(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).transpose(0, 1).contiguous().transpose(0, 1)
+
+    updates = [rg.Update("ab"[i % 2], Turn(4, 4, dtype=dtype), "ba"[i % 2], join) for i in range(4)]
+    return updates, {name: torch.randn(3, 2, 4, dtype=dtype, requires_grad=True) for name in "ab"}
+
+
+def test_a_stream_keeps_its_layout_whatever_the_join_returns() -> None:
+    updates, given = program_of(Turned())
+    found = []
+    for policy in (rg.Keep(), rg.Reverse()):
+        out = rg.run(updates, given, policy=policy)
+        loss = sum(leaf.sin().sum() for leaf in out.values())
+        found.append(torch.autograd.grad(loss, [*given.values(), *updates[0].fn.parameters()]))  # type: ignore[attr-defined]
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_join_is_undone_under_the_autocast_of_the_forward() -> None:
+    """What the join saves would have another dtype otherwise, and what it undoes another precision."""
+    updates, given = program_of(Rotated(), torch.float32)
+    found = []
+    for policy in (rg.Keep(), rg.Reverse()):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = rg.run(updates, given, policy=policy)
+        loss = sum(leaf.sum() for leaf in out.values())
+        found.append(torch.autograd.grad(loss, [*given.values()]))
+    torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.05)
+
+
+def test_a_tensor_of_a_join_that_is_changed_in_place() -> None:
+    join = Rotated()
+    updates, given = program_of(join, torch.float32)
+    out = rg.run(updates, given)
+    join.turn.mul_(2)
+    with pytest.raises(RuntimeError, match=r"update 3 .*: the tensor 'turn' of shape \(4, 4\) was changed in place"):
+        out["a"].sum().backward()

@@ -330,3 +330,17 @@ def test_printed_it_is_a_table_of_80_columns():
     assert max(map(len, text.splitlines())) <= 80
     assert "reversed" in text
     assert "yes" in text
+
+
+def test_every_policy_has_a_row() -> None:
+    def rows(**options) -> list[str]:
+        return [row.policy for row in plan(transformer, (1, 4, 32), **options).rows[3:]]
+
+    assert rows(also=(policy for policy in [rg.Reverse(anchor_every=2)])) == ["Reverse(anchor_every=2)"]
+    saving = [rg.Reverse(save="attention"), rg.Reverse(save=["mm", "addmm"]), rg.Reverse(save="output")]
+    assert rows(also=saving) == [
+        "Reverse(save='attention')",
+        "Reverse(save=['aten.addmm', 'aten.mm'])",
+        "Reverse(save='output')",
+    ]
+    assert rows(budgets=[2**30, 2**30 + 1]) == ["Auto(1.0 GiB)", f"Auto({2**30 + 1} bytes)"]

@@ -261,6 +261,52 @@ class TestAuto:
             assert other.policy.budget == 2**20
             assert not other.policy.learned
 
+    def test_a_submodule_that_is_replaced_is_learned_anew(self):
+        class Wide(nn.Module):
+            def __init__(self, width):
+                super().__init__()
+                self.inner = nn.Linear(width, width)
+
+            def forward(self, x):
+                return self.inner(x.repeat(1, self.inner.in_features // 4)).tanh().unflatten(-1, (-1, 4)).sum(1)
+
+        policy, f, g = rg.Auto(2**20), Wide(4), Wide(4)
+        given = {name: torch.randn(8, 4, requires_grad=True) for name in "ab"}
+
+        def step():
+            out = rg.run([rg.Update("a", f, "b"), rg.Update("b", g, "a")], given, policy=policy)
+            (out["a"].sum() + out["b"].sum()).backward()
+
+        for _ in range(2):
+            step()
+        assert "the last 2 of 2 updates are kept" in policy.explain()
+        f.inner = nn.Linear(64, 64)
+        step()
+        assert "1 were seen for the first time" in policy.explain()
+        step()
+        assert "the last 2 of 2 updates are kept" in policy.explain()
+        (learned,) = policy.learned.values()
+        assert learned.kept_bytes > 4 * 8 * 64
+
+    def test_a_number_that_changes_at_each_step_is_no_new_program(self):
+        policy, given = rg.Auto(2**20), {name: torch.randn(8, 4, requires_grad=True) for name in "ab"}
+        for step in range(5):
+            cool = rg.Update(
+                "a", lambda b, temperature: (b / temperature).sin(), "b", kwargs={"temperature": 0.9**step}
+            )
+            rg.run([cool], given, policy=policy)["a"].sum().backward()
+        assert "the last 1 of 1 updates are kept" in policy.explain()
+        (learned,) = policy.learned.values()
+        assert len(learned.saved) == 1
+
+    def test_weights_of_lazy_modules_are_not_counted(self):
+        policy, x = rg.Auto(2**20), torch.randn(2, 64, requires_grad=True)
+        lazy = nn.LazyLinear(64)
+        for _ in range(3):
+            rg.run([rg.Update("a", lazy, "b")], {"a": x, "b": x}, policy=policy)["a"].sum().backward()
+        (learned,) = policy.learned.values()
+        assert max(learned.saved.values()) <= 2 * x.nbytes
+
     def test_functions_made_anew_do_not_gather(self):
         policy, weight = rg.Auto("1MiB"), torch.randn(8, requires_grad=True)
         for _ in range(3):
@@ -535,3 +581,8 @@ def test_an_operator_that_alone_draws_may_be_saved():
         return torch.autograd.grad(out["b"].sum(), b)[0]
 
     torch.testing.assert_close(grads(rg.Reverse(save="aten.rand")), grads(rg.Keep()))
+
+
+def test_no_operators_to_save_are_refused_where_they_are_written():
+    with pytest.raises(ValueError, match="names no operator"):
+        rg.Reverse(save=[])

@@ -183,3 +183,21 @@ def test_dtensors_are_known_by_name() -> None:
     assert is_dtensor(torch.Tensor._make_subclass(type("Mine", (DTensor,), {}), torch.ones(1)))
     assert not is_dtensor(torch.ones(1))
     assert not is_dtensor(None)
+
+
+def test_a_weight_is_named_beside_keywords_that_have_no_memory() -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, b: torch.Tensor, adjacent: torch.Tensor, nothing: torch.Tensor) -> torch.Tensor:
+            return self.inner(torch.sparse.mm(adjacent, b))
+
+    module, x = Graph(), torch.randn(4, 4, requires_grad=True)
+    kwargs = {"adjacent": torch.eye(4).to_sparse(), "nothing": torch.zeros(0)}
+    out = rg.run([rg.Update("a", module, "b", kwargs=kwargs)], {"a": x, "b": x})
+    with torch.no_grad():
+        module.inner.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="the parameter 'weight' of Linear of shape"):
+        out["a"].sum().backward()

@@ -469,3 +469,32 @@ def test_a_checkpoint_of_the_plain_network_loads() -> None:
     net.load_state_dict(plain.state_dict())
     x = torch.randn(2, WIDTH)
     torch.testing.assert_close(net(x), plain(x))
+
+
+LAYOUTS: dict[str, Any] = {
+    "every other": lambda: torch.randn(2, 4, 2 * WIDTH, dtype=torch.float64)[..., ::2],
+    "expanded": lambda: torch.randn(4, WIDTH, dtype=torch.float64).expand(2, 4, WIDTH),
+    "transposed": lambda: torch.randn(2, WIDTH, 4, dtype=torch.float64).transpose(1, 2),
+    "one token": lambda: torch.randn(1, WIDTH, 1, dtype=torch.float64).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("policy", [rg.Reverse(), rg.Reverse(anchor_every=1), rg.Reverse(save="output")], ids=repr)
+def test_inputs_that_are_not_dense(make: Any, policy: rg.Policy) -> None:
+    """A reconstruction is dense. Linear layers fold the dimensions of what is, and save it in another shape."""
+    net, x = rg.ReversibleSequence(pairs(), policy=policy).double(), make().requires_grad_()
+    wanted = [x, *net.parameters()]
+    assert_same(gradients(net, wanted, x), gradients(Plain(net.pairs()), wanted, x))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_halves_of_a_longer_input(dim: int) -> None:
+    net = rg.ReversibleSequence(pairs(), split=dim, merge="concat").double()
+    shape = [2, 4, WIDTH]
+    shape[dim] *= 2
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    net.policy = rg.Keep()
+    expected = gradients(net, [x, *net.parameters()], x)
+    net.policy = rg.Reverse()
+    assert_same(gradients(net, [x, *net.parameters()], x), expected)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import retrograd as rg
 from retrograd.surroundings import (
     Surroundings,
     default_generators,
@@ -211,6 +212,24 @@ def test_an_exception_inside_is_not_hidden_by_the_random_numbers() -> None:
         draw_and_fail()
 
 
+def test_the_default_device_is_that_of_the_forward() -> None:
+    def fn(b: torch.Tensor) -> torch.Tensor:
+        return (b * torch.ones(8)).sin()
+
+    with torch.device("meta"):
+        given = {name: torch.randn(8, requires_grad=True) for name in "ab"}
+        out = rg.run([rg.Update("a", fn, "b"), rg.Update("b", fn, "a")], given)
+    out["b"].sum().backward()
+    assert given["a"].grad is not None
+    assert given["a"].grad.is_meta
+    given = {name: torch.randn(8, requires_grad=True) for name in "ab"}
+    out = rg.run([rg.Update("a", fn, "b"), rg.Update("b", fn, "a")], given)
+    with torch.device("meta"):
+        out["b"].sum().backward()
+        assert torch.ones(1).is_meta
+    assert given["a"].grad is not None
+
+
 # What torch might change
 
 
@@ -233,3 +252,14 @@ def test_autocast_is_what_its_setters_set() -> None:
         torch.set_autocast_dtype("cpu", before[1])
         torch.set_autocast_cache_enabled(before[2])
     assert autocast() == before
+
+
+def test_a_default_device_is_a_mode_on_the_stack() -> None:
+    height = torch._C._len_torch_function_stack()
+    with torch.device("meta"):
+        assert torch._C._len_torch_function_stack() == height + 1
+    assert torch._C._len_torch_function_stack() == height
+
+
+def test_metal_has_a_generator() -> None:
+    assert callable(torch.mps._get_default_mps_generator)

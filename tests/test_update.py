@@ -297,3 +297,35 @@ def test_unjoin_undoes_join_in_the_dtype_of_the_stream() -> None:
     (before,) = steps.unjoin([after], parts)
     assert before.dtype == torch.float32
     assert torch.equal(before, flat["a"][0])
+
+
+def test_keywords_are_those_of_the_moment_at_which_the_update_was_written() -> None:
+    seen: list[int] = []
+
+    def fn(b: Tensor, depth: int) -> Tensor:
+        seen.append(depth)
+        return b.sin() * depth
+
+    class Counted(rg.Reversible):
+        def updates(self, **kwargs: Any) -> Any:
+            for depth in range(3):
+                kwargs["depth"] = depth
+                yield rg.Update("a", fn, "b", kwargs=kwargs)
+
+    out = Counted()({"a": torch.ones(2), "b": torch.ones(2, requires_grad=True)})
+    assert seen == [0, 1, 2]
+    out["a"].sum().backward()
+    assert seen == [0, 1, 2, 2, 1, 0]
+
+
+def test_a_program_that_is_no_list() -> None:
+    class Forgetful(rg.Reversible):
+        def updates(self) -> Any:
+            rg.Update("a", torch.sin, "b")
+
+    streams = {"a": torch.ones(1), "b": torch.ones(1)}
+    for call in (Forgetful(), Forgetful().inverse):
+        with pytest.raises(TypeError, match=r"a program is a list of Updates, not None; does updates\(\) yield"):
+            call(streams)
+    with pytest.raises(TypeError, match="a program is a list of Updates, not Update"):
+        rg.run(rg.Update("a", torch.sin, "b"), streams)  # type: ignore[arg-type]

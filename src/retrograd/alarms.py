@@ -81,7 +81,7 @@ class RangeAlarms:
             entering = bool(flags[-1])
             index = int(flags.nonzero()[0])
             exact = (step for step in self.steps if isinstance(step.update.join, ExactAdd))
-            step = next(exact) if entering else self.steps[index]
+            step = next(exact) if entering else next(step for step in self.steps if step.index == index)
             where = "a stream that enters" if entering else f"{step.update.label(step.index)}: its target"
             raise RuntimeError(
                 f"{where} left the range in which {step.update.join} is exact, or is not finite, so it cannot be "
@@ -108,14 +108,18 @@ class DriftWatch:
         stride = max(1, flat.numel() // self.values)
         return flat[self.turn * 7919 % stride :: stride][: self.values].clone()
 
-    def compare(self, leaves: Sequence[Tensor], turn: int) -> None:
+    def compare(self, leaves: Sequence[Tensor], current_pass: int) -> None:
         """Measure the reconstruction against the sample, for `last_drift` and `settle`."""
         pairs = [
-            torch.stack([(self._sample(leaf).double() - sample.double()).abs().max(), sample.double().abs().max()])
+            torch.stack([(_wide(self._sample(leaf)) - _wide(sample)).abs().max(), _wide(sample).abs().max()])
             for leaf, sample in zip(leaves, self.samples, strict=True)
-            if sample.numel() and sample.is_floating_point()
+            if sample.numel() and (sample.is_floating_point() or sample.is_complex())
         ]
-        _drifts.note(turn, self.policy, [Arriving(pair) for pair in pairs])
+        _drifts.note(current_pass, self.policy, [Arriving(pair) for pair in pairs])
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 @dataclass
@@ -140,14 +144,14 @@ class _Drifts:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.turn = -1
+        self.last_pass = -1
         self.found: list[Found] = []
 
-    def note(self, turn: int, policy: Reverse, arriving: list[Arriving]) -> None:
+    def note(self, current_pass: int, policy: Reverse, arriving: list[Arriving]) -> None:
         with self.lock:
             before = self.found
-            if turn != self.turn:
-                self.turn, self.found = turn, []
+            if current_pass != self.last_pass:
+                self.last_pass, self.found = current_pass, []
             self.found.append(Found(policy, arriving))
         if before is not self.found:
             self.settle(before, wait=False)  # what had not arrived when that pass ended

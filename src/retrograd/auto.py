@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .policies import Keep, Policy, Reverse
 from .ranks import distributed
@@ -25,7 +25,7 @@ from .reach import reach
 from .sizes import format_bytes, parse_bytes
 from .streams import leaves_of
 from .surroundings import Surroundings
-from .update import Update
+from .update import Step, Update
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,26 +102,27 @@ class Learned:
         self.streams, self.budget, self.device = streams, budget, device  # bytes, bytes
         self.saved: dict[Any, int] = {}  # what each update saves
         self.took: dict[Any, Stopwatch] = {}  # how long its second call took: what a replay costs
-        self.keys: list[Any] = []  # of the updates of the last program
+        self.keys: dict[int, Any] = {}  # of the updates of the last program, by index
         self.reversed: list[Any] = []  # those that it replays
-        self.learning = False  # it has updates that are not known yet
+        self.learning = 0  # how many are not known yet
         self.length = self.kept = self.kept_bytes = 0
 
-    def choose(self, updates: Sequence[Update]) -> Sequence[Policy]:
-        """A policy for each update of a program: a suffix is kept. Those with a policy of their own are not counted."""
-        self.keys = [key_of(update) for update in updates]
-        counted = [update.policy is None for update in updates]
+    def choose(self, steps: Sequence[Step]) -> Sequence[Policy]:
+        """A policy for each step of a program: a suffix is kept. Those with a policy of their own are not counted."""
+        keys = [key_of(step.update) for step in steps]
+        self.keys = {step.index: key for step, key in zip(steps, keys, strict=True)}
+        counted = [step.update.policy is None for step in steps]
         self.length, self.kept, self.kept_bytes = sum(counted), 0, 0
-        self.learning = any(counts and key not in self.saved for key, counts in zip(self.keys, counted, strict=True))
-        first = len(updates)  # of those that are kept
-        for key, counts in zip(reversed(self.keys), reversed(counted), strict=True):
+        self.learning = sum(counts and key not in self.saved for key, counts in zip(keys, counted, strict=True))
+        first = len(steps)  # of those that are kept
+        for key, counts in zip(reversed(keys), reversed(counted), strict=True):
             size = self.saved.get(key) if counts else 0
             if size is None or self.need(self.kept_bytes + size) > self.budget:
                 break
             first -= 1
             self.kept, self.kept_bytes = self.kept + counts, self.kept_bytes + size
-        self.reversed = [key for key, counts in zip(self.keys[:first], counted, strict=False) if counts]
-        return [Reverse()] * first + [Keep()] * (len(updates) - first)
+        self.reversed = [key for key, counts in zip(keys[:first], counted, strict=False) if counts]
+        return [Reverse()] * first + [Keep()] * (len(steps) - first)
 
     def learn(self, key: Any, saved: Sequence[Tensor], outside: Sequence[Tensor]) -> None:
         """Note the most that an update saves, less what is there anyway (weights, keywords)."""
@@ -151,6 +152,7 @@ class Learned:
             f"streams of {format_bytes(self.streams)}, budget {format_bytes(self.budget)}: the last {self.kept} of "
             f"{self.length} updates are kept ({format_bytes(self.kept_bytes)}), {self.length - self.kept} reversed; "
             f"expected peak {format_bytes(self.need(self.kept_bytes))}, {format_bytes(self.need(0))} with none kept"
+            + (f"; {self.learning} were seen for the first time" if self.learning else "")
             + self._cost()
         )
 
@@ -198,21 +200,17 @@ _kind = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 
 def key_of(update: Update) -> Any:
     """What stands for an update in the next call: its streams, the modules that it can be seen to use and what they
-    train, the code of a function (which may be made anew at each call), keywords that are numbers or words."""
-    fn, weights = update.fn, []
-    if isinstance(fn, nn.Module):
-        modules, weights = [fn], list(fn.parameters())
-    else:
-        modules = reach(fn, {}).modules
-        weights = [p for module in modules for p in module._parameters.values() if p is not None]
+    train, the code of a function (which may be made anew at each call), keywords that are whole numbers or words.
+    (Other numbers may change at each step, as a temperature does.)"""
+    fn, reached = update.fn, reach(update.fn, {})
     while isinstance(fn, functools.partial):
         fn = fn.func
     return (
         update.target,
         update.sources,
         getattr(fn, "__code__", None) or type(fn),
-        tuple(map(weakref.ref, modules)),
-        tuple(module.training for module in modules),
-        tuple(weight.requires_grad for weight in weights),
-        tuple(item for item in update.kwargs.items() if isinstance(item[1], (bool, int, float, str, type(None)))),
+        tuple(map(weakref.ref, reached.modules)),
+        tuple(module.training for module in reached.modules),
+        tuple(weight.requires_grad for weight in reached.weights + reached.shown),
+        tuple(item for item in update.kwargs.items() if isinstance(item[1], (bool, int, str, type(None)))),
     )

@@ -29,7 +29,8 @@ from .surroundings import default_generators, restore, state
 from .tape import _current_pass
 from .update import Update
 
-ENGINE = {"engine", "tape", "replay", "update", "joins", "alarms", "rounding"}
+# Where a kept step may be refused.
+ENGINE = {"engine", "update", "joins", "alarms", "rounding"}
 
 ON_ROUNDING = "join=ExactAdd(), or policy=Reverse(anchor_every=16); for Momentum, also a gamma nearer to 1"
 ON_NARROW_STREAMS = "streams in float32: x.float() before the module, while autocast may stay; then " + ON_ROUNDING
@@ -95,9 +96,10 @@ def _check(
             "forward(), so there is nothing to check"
         )
 
-    streams = [leaf for each in programs for leaf in leaves_of(each.streams, Tensor) if leaf.is_floating_point()]
+    leaves = [leaf for each in programs for leaf in leaves_of(each.streams, Tensor)]
+    bits = [torch.finfo(leaf.dtype).bits for leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
     if tolerance is None:
-        tolerance = 1e-6 if all(leaf.dtype == torch.float64 for leaf in streams) else 1e-3
+        tolerance = 1e-6 if all(number == 64 for number in bits) else 1e-3  # of complex128 it is 64 as well
     drift: list[Drift] = []
     problems: list[Problem] = []
     for number, each in enumerate(programs):
@@ -114,7 +116,7 @@ def _check(
     gradients: list[GradientError] = []
     if failure is None:
         gradients = _compared(own.gradients, kept.gradients)
-        narrow = any(torch.finfo(leaf.dtype).bits < 32 for leaf in streams)
+        narrow = any(number < 32 for number in bits)
         problems += _wrong_buffers(own, kept, tolerance)
         remedy = ON_NARROW_STREAMS if narrow else ON_ROUNDING
         problems += _wrong_gradients(gradients, tolerance, "see problem 1" if problems else remedy)

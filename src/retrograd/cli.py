@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import math
 import os
 import sys
 import traceback
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"retrograd {parsed.command.name}: {error}", file=sys.stderr)
             return 2
         if getattr(parsed, "json", False):
-            print(json.dumps(outcome.data, indent=2))
+            print(json.dumps(_numbers(outcome.data), indent=2, allow_nan=False))
         elif outcome.text:
             print(outcome.text)
         sys.stdout.flush()
@@ -82,6 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has gone, as `| head` does: nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _numbers(data: Any) -> Any:
+    """The same with what JSON has no number for (infinity, NaN) as words."""
+    if isinstance(data, dict):
+        return {key: _numbers(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_numbers(value) for value in data]
+    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 
 class _Parser(argparse.ArgumentParser):
@@ -228,7 +238,7 @@ def _policy(text: str) -> rg.Policy:
         if name == "reverse":
             return rg.Reverse(anchor_every=int(option) if option else None)
         if name == "auto" and option:
-            return rg.Auto(budget=parse_bytes(option))
+            return rg.Auto(budget=_budget(option))
         if name in ("keep", "offload") and not option:
             return rg.Keep() if name == "keep" else rg.Offload()
     except ValueError as error:

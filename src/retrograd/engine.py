@@ -1,5 +1,5 @@
-"""The engine: it runs any program of updates and decides what autograd stores meanwhile (with tape.py and entry.py: all
-the autograd code there is).
+"""The engine: it runs any program of updates and decides what autograd stores meanwhile (with tape.py and entry.py, the
+sum of rounding.py and the shelf of offload.py: all the autograd code there is).
 
 Autograd builds its ordinary graph. While an update's `fn` runs, saved-tensor hooks store a slot number in place of
 each tensor; an *exit* node after the last update stores the final streams. In the backward, the exit hands these to
@@ -85,7 +85,14 @@ def invert(
         backwards = [update.inverse() for update in reversed(program(updates, streams))]
         theirs = [generator for update in backwards for generator in reach(update.fn, update.kwargs).generators]
         with no_random_numbers("invert", theirs):
-            return execute(backwards, streams, policy, insist=True)
+            return execute(backwards, streams, policy, inverted=True)
+
+
+def checked(policy: Any) -> Policy:
+    """A policy that a program can have; anything else is a TypeError."""
+    if not isinstance(policy, (Reverse, Keep, Offload, Auto)):
+        raise TypeError(f"policy must be Reverse(), Keep(), Offload() or Auto(budget), not {policy!r}")
+    return policy
 
 
 def _named(streams: Any) -> None:
@@ -100,11 +107,11 @@ def execute(
     streams: Mapping[str, Stream],
     policy: Policy,
     through: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-    insist: bool = False,
+    inverted: bool = False,
 ) -> dict[str, Stream]:
-    """`run`, with each `fn` called as `through(fn)`. `insist`: raise here if a stream leaves the range of its join."""
-    if not isinstance(policy, (Reverse, Keep, Offload, Auto)):
-        raise TypeError(f"policy must be a Policy such as Reverse(), not {policy!r}")
+    """`run`, with each `fn` called as `through(fn)`. `inverted`: the program is read backwards, so its updates are
+    counted from the end, and a stream that leaves the range of its join is an error here."""
+    checked(policy)
     _named(streams)
     flat: Flat = {}
     structures: dict[str, Structure] = {}
@@ -113,32 +120,33 @@ def execute(
             flat[name], structures[name] = flatten(stream)
         except TypeError as error:
             raise TypeError(f"stream {name!r}: {error}") from None
+    found = program(updates, streams)
+    numbers = reversed(range(len(found))) if inverted else range(len(found))
     steps = [
         Step(index, update, update.fn if through is None else through(update.fn), structures)
-        for index, update in enumerate(program(updates, streams))
+        for index, update in zip(numbers, found, strict=True)
     ]
     plain = not torch.is_grad_enabled() or torch.compiler.is_exporting() or _hooks_forbidden()  # R2, R11
-    alarms = _enter(steps, flat, alarmed=insist or not plain)
+    alarms = _enter(steps, flat, alarmed=inverted or not plain)
     if plain:
         _keep(steps, flat, alarms)
     else:
         surroundings = Surroundings(leaf.device for leaves in flat.values() for leaf in leaves)
-        updates = [step.update for step in steps]
-        learned = learned_for(policy, flat, updates, surroundings) if isinstance(policy, Auto) else None
-        policies = [policy] * len(steps) if learned is None else learned.choose(updates)
+        learned = learned_for(policy, flat, found, surroundings) if isinstance(policy, Auto) else None
+        policies = [policy] * len(steps) if learned is None else learned.choose(steps)
         surroundings.run(lambda: _run(steps, policies, flat, surroundings, alarms, learned))
         if learned is not None:
             learned.check()
     if alarms is not None:
         alarms.send()
-        if insist:
+        if inverted:
             alarms.check(wait=True)
     return {name: unflatten(flat[name], structures[name]) for name in streams}
 
 
 def _enter(steps: list[Step], flat: Flat, *, alarmed: bool) -> RangeAlarms | None:
     """Put the targets of exact joins on their grid; the alarms of the program, if it has such joins."""
-    exact = {step.update.target: step for step in steps if isinstance(step.update.join, ExactAdd)}
+    exact = {step.update.target: step for step in reversed(steps) if isinstance(step.update.join, ExactAdd)}
     alarms = RangeAlarms(steps) if exact and alarmed else None
     for name, first in exact.items():
         join = first.update.join
@@ -199,15 +207,17 @@ def segments(steps: list[Step], policies: Sequence[Policy]) -> Iterator[tuple[Po
 def _keep(steps: list[Step], flat: Flat, alarms: RangeAlarms | None, shelf: Shelf | None = None) -> None:
     """The plain loop; with a shelf, what it saves goes to the host."""
     for step in steps:
-        sources, target = [flat[name] for name in step.update.sources], flat[step.update.target]
-
-        def update(step: Step = step, sources: Any = sources, target: Any = target) -> list[Tensor]:
-            call = functools.partial(step.call, sources, target)
-            # While torch.compile or torch.export traces, phase() is not kept: it would be a side effect of the graph.
-            parts = call() if torch.compiler.is_compiling() else running(step.index, step.update, call, None)
-            return step.join(target, parts, alarms)
-
+        update = functools.partial(_kept, step, flat, alarms)
         flat[step.update.target] = update() if shelf is None else shelf.run(step.update.label(step.index), update)
+
+
+def _kept(step: Step, flat: Flat, alarms: RangeAlarms | None) -> list[Tensor]:
+    """The target after one update."""
+    sources, target = [flat[name] for name in step.update.sources], flat[step.update.target]
+    call = functools.partial(step.call, sources, target)
+    # While torch.compile or torch.export traces, phase() is not kept: it would be a side effect of the graph.
+    parts = call() if torch.compiler.is_compiling() else running(step.index, step.update, call, None)
+    return step.join(target, parts, alarms)
 
 
 # Torch has no public name for this. tests/test_engine.py fails when it changes.

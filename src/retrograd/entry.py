@@ -20,9 +20,10 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from .alarms import RangeAlarms
 from .auto import Learned, Stopwatch
+from .joins import JOINS
 from .policies import Reverse
 from .replay import Call
-from .streams import versions
+from .streams import laid_out, versions
 from .surroundings import Surroundings
 from .update import Step
 
@@ -71,7 +72,8 @@ class Saved:
     def changed(self, tensor: Tensor, slot: int) -> str:
         return (
             "a tensor that fn saved for its backward was changed in place afterwards "
-            f"(shape {tuple(tensor.shape)}, version {tensor._version}, expected {self.versions[slot]})"
+            f"(shape {tuple(tensor.shape)}, version {tensor._version}, expected {self.versions[slot]}); "
+            "change it after the backward"
         )
 
 
@@ -179,7 +181,7 @@ class Entry:
             with saved_tensors_hooks(saved.pack, unpack):
                 parts, replayable = self.call.forward(self._function(sources, target, 0), states)
                 self.fn_slots = len(saved.tensors)
-                flat[update.target] = step.join(target, parts, alarms)
+                flat[update.target] = self._laid_out(step.join(target, parts, alarms), target)
             tensors = [*saved.tensors.values()]
             self.slots, self.versions = list(map(_slot, tensors)), saved.versions
             self.bases = [weakref.ref(tensor if (base := tensor._base) is None else base) for tensor in tensors]
@@ -207,28 +209,42 @@ class Entry:
         if self.kept is not None:
             (kept, parts), saved = self.kept, Saved()
             saved.tensors, saved.versions = {**kept.tensors}, kept.versions
-            return saved, target if undone else step.unjoin(target, parts)
+            return saved, target if undone else self._unjoined(target, parts)
         outputs = self.outputs()
         # A weight that fn may read has changed: whether it does shows at its end.
         whole = outputs is None or not outputs.unchanged() or self.call.shown_changed()
         saved = Saved() if whole else UntilEnough(self.fn_slots)
         sources = [fresh(streams[name], needs) for name, needs in zip(update.sources, self.source_grads, strict=True)]
+
+        def again() -> list[Tensor]:
+            try:
+                parts = self.call.replay(self._function(sources, target, 1), stood)
+            except Enough as enough:
+                if enough.args[0] is not saved:
+                    raise
+                parts = outputs.parts  # type: ignore[union-attr]
+            with torch.no_grad():
+                before = target if undone else self._unjoined(target, parts)
+            if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what
+                step.join(fresh(before, self.target_grads), parts)
+            return before
+
         try:
             with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.__getitem__):
-                try:
-                    parts = self.call.replay(self._function(sources, target, 1), stood)
-                except Enough as enough:
-                    if enough.args[0] is not saved:
-                        raise
-                    parts = outputs.parts  # type: ignore[union-attr]
-                with torch.no_grad():
-                    before = target if undone else step.unjoin(target, parts)
-                if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what
-                    step.join(fresh(before, self.target_grads), parts)
+                before = self.call.surroundings.run(again)
             self.verify(saved)
         finally:
             saved = saved.moved()
         return saved, before
+
+    def _unjoined(self, target: list[Tensor], parts: list[list[Tensor]]) -> list[Tensor]:
+        return self._laid_out(self.step.unjoin(target, parts), target)
+
+    def _laid_out(self, joined: list[Tensor], target: list[Tensor]) -> list[Tensor]:
+        """A stream keeps its layout: an operator may save other shapes of a tensor that lies otherwise in memory."""
+        if type(self.step.update.join) in JOINS:
+            return joined
+        return [laid_out(leaf, model) for leaf, model in zip(joined, target, strict=True)]
 
     def _function(self, sources: list[list[Tensor]], target: list[Tensor], context: int) -> Callable[[], Any]:
         """`fn`, with the outputs of the operators that the policy saves stored (context 0) or taken from there (1)."""

@@ -7,6 +7,7 @@ more on the reconstructed ones, and once with its saved tensors taken away, to s
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -64,8 +65,12 @@ class _Examined:
         target = flat[self.step.update.target]
         saved: list[Tensor] = []
         with _collecting(saved):
-            parts = self.call.replay(lambda: self.step.call(sources, target))
+            parts = self._called(sources, target)
         return parts, saved
+
+    def _called(self, sources: list[list[Tensor]], target: list[Tensor]) -> list[list[Tensor]]:
+        function = functools.partial(self.step.call, sources, target)
+        return self.call.surroundings.run(lambda: self.call.replay(function))
 
     def held(self, flat: Flat) -> int:
         """The bytes that the graph of a call, or anything else, holds when its saved tensors are taken away."""
@@ -80,7 +85,7 @@ class _Examined:
             # Copies that are no leaves: what stays of them is held by someone, and not as a leaf of the graph.
             sources = [[leaf.clone() for leaf in leaves] for leaves in _fresh(self.step, flat, self.flags)]
             with saved_tensors_hooks(pack, live.__getitem__):
-                parts = self.call.replay(lambda: self.step.call(sources, target))
+                parts = self._called(sources, target)
             graph = [leaf.grad_fn for part in parts for leaf in part]
             live.clear()
             sources.clear()

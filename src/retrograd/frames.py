@@ -101,6 +101,8 @@ def running(
         error.add_note(f"retrograd: in {update.label(index)}, {'replayed in the backward' if replaying else 'forward'}")
         if "saved tensor hooks" in str(error):
             error.add_note("retrograd: torch.func cannot run inside a reversed update; give this one policy=Keep()")
+        if "Trying to backward an extra time" in str(error):
+            error.add_note('retrograd: Reverse(save=<operators>) allows one backward; save="output" allows any number')
         raise
     finally:
         _frames.stack.pop()
@@ -153,13 +155,24 @@ def _computed(compute: Callable[[], T], frames: list[_Frame]) -> tuple[T, list[t
     """What `compute` returns, and the generators it moved: what is drawn next, a replay must draw from there too."""
     recording = current()
     if isinstance(recording, Capture):
-        with torch.no_grad():
-            return compute(), recording.twin()
+        return _alone(compute, frames), recording.twin()
     drawing = {*default_generators(), *(generator for frame in frames for generator in frame.generators)}
     before = [state(generator) for generator in drawing]
-    with torch.no_grad():
-        value = compute()
+    value = _alone(compute, frames)
     drawn = [(g, state(g)) for g, seen in zip(drawing, before, strict=True) if state(g) != seen]
     if isinstance(recording, Rehearsal):
         recording.note("remember()", drawn)
     return value, drawn
+
+
+def _alone(compute: Callable[[], T], frames: list[_Frame]) -> T:
+    """What `compute` returns. A `remember` inside it only computes: no replay comes by there."""
+    held = [frame.remembered for frame in frames]
+    try:
+        for frame in frames:
+            frame.remembered = None
+        with torch.no_grad():
+            return compute()
+    finally:
+        for frame, remembered in zip(frames, held, strict=True):
+            frame.remembered = remembered

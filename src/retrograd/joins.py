@@ -207,3 +207,7 @@ class ExactAdd(Join):
 
     def scaled(self, gain: float) -> Join:
         return replace(self, gain=self.gain * gain)
+
+
+JOINS = frozenset({Add, Scale, Affine, ExactAdd})
+"""These draw no random numbers, read no tensors of their own, and lay out their result as the target is laid out."""

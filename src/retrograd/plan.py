@@ -128,7 +128,8 @@ def plan(
     actual = torch.device("cpu") if stands_in else wanted
     limit = None if card is None else parse_bytes(card)
     sizes = _budgets(budgets, limit)
-    for policy in also:
+    policies = list(also)
+    for policy in policies:
         if not isinstance(policy, Policy):
             raise TypeError(f"plan: also takes policies such as Reverse(anchor_every=16), not {policy!r}")
     if not isinstance(optimizer_states, int) or optimizer_states < 0:
@@ -144,7 +145,7 @@ def plan(
         if not reversibles:
             raise ValueError(f"{type(model).__name__} has no Reversible in it: there is no policy to choose")
         given, keywords = _faked((inputs, kwargs), mode, actual)
-        for name, context in _scenarios(reversibles, sizes, also):
+        for name, context in _scenarios(reversibles, sizes, policies):
             try:
                 with context:
                     ledgers[name] = _predict(model, given, keywords, actual, autocast, 512 if on_cuda else 1)
@@ -172,7 +173,8 @@ def _budgets(budgets: Iterable[int | float | str], card: int | None) -> dict[str
     for given in budgets:
         budget: Any = Auto(given).budget
         if not isinstance(budget, float):
-            sizes[given if isinstance(given, str) else format_bytes(budget)] = budget
+            written = given if isinstance(given, str) else format_bytes(budget)
+            sizes[written if sizes.get(written, budget) == budget else f"{budget} bytes"] = budget
         elif card is None:
             raise ValueError(f"plan: a budget of {budget} is a fraction of the card; say how large it is: card='80GiB'")
         else:
@@ -196,11 +198,17 @@ def _scenarios(
 def _label(policy: Policy) -> str:
     """A policy with what is not its default."""
     told = {
-        field.name: shown if len(shown := repr(getattr(policy, field.name))) < 16 else "..."
+        field.name: getattr(policy, field.name)
         for field in dataclasses.fields(policy)  # type: ignore[arg-type]
         if field.repr and getattr(policy, field.name) != field.default
     }
-    return f"{type(policy).__name__}({', '.join(f'{name}={value}' for name, value in told.items())})"
+    if isinstance(told.get("save"), tuple):
+        told["save"] = (
+            "attention"
+            if policy == Reverse(save="attention")
+            else sorted({str(operator.overloadpacket) for operator in told["save"]})
+        )
+    return f"{type(policy).__name__}({', '.join(f'{name}={value!r}' for name, value in told.items())})"
 
 
 def _predict(

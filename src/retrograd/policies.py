@@ -34,8 +34,10 @@ class Reverse(Policy):
     reconstruction: constant memory, no waiting for the device. Where the relative error is larger, it warns once, or
     raises (`on_drift="raise"`, which does wait at the end of the backward). `last_drift()` tells the error.
 
-    >>> Reverse(anchor_every=16).anchor_every
-    16
+    >>> import retrograd as rg
+    >>> pairs = [(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(64)]
+    >>> net = rg.ReversibleSequence(pairs, policy=rg.Reverse(anchor_every=16, watch=1e-3))
+    >>> net(torch.randn(2, 8)).sum().backward()
     """
 
     anchor_every: int | None = None
@@ -78,6 +80,8 @@ def _saved(save: str | Sequence[Any]) -> Literal["output"] | tuple[Any, ...]:
     if save == "attention":
         found = [getattr(torch.ops.aten, name, None) for name in _ATTENTION]
         return tuple(packet.default for packet in found if packet is not None)
+    if not save:
+        raise ValueError(f"Reverse: save={save!r} names no operator; leave it out to save none")
     operators = []
     for operator in save if isinstance(save, (list, tuple, set)) else [save]:
         if isinstance(operator, str):

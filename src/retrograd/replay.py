@@ -1,7 +1,5 @@
 """What one call of `fn` depended on besides its sources: noted in the forward, put back for the replay, and restored
 after it (R3, R4, R7, R9).
-
-Autograd is not mentioned here: see engine.py.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from .bindings import MISSING, Binding, Swapped, exchange, exchange_hooks, hooks
 from .buffers import Before
 from .capture import Capture, Rehearsal, current
 from .frames import Remembered, running
+from .joins import JOINS
 from .reach import reach
 from .streams import leaves_of, versions
 from .surroundings import Surroundings, restore, state
@@ -70,9 +69,13 @@ class Call:
         `states` are those of the surroundings' generators if they are known, and are known afterwards.
         """
         reached = reach(self.update.fn, self.update.kwargs)
+        if type(self.update.join) not in JOINS:
+            reached.look(self.update.join, 5)
         if any(isinstance(module, LazyModuleMixin) for module in reached.modules):
             states.clear()  # its weights are not there yet, and will be drawn
-            return running(self.index, self.update, function, None), False
+            out = running(self.index, self.update, function, None)
+            self.modules = reached.modules
+            return out, False
         self.modules, self.held, self.shown = reached.modules, reached.members, reached.shown
         self.shown_versions = versions(self.shown)
         # Without their graphs: a tensor that fn left in a module holds the graph of the call before, and so its tape.
@@ -139,7 +142,10 @@ class Call:
         return replayable
 
     def replay(self, function: Callable[[], T], stood: dict[int, bool] | None = None) -> T:
-        """Run `fn` again as it ran, and leave no trace (R3). `stood` is what one pass knows of the generators."""
+        """Run `fn` again as it ran, and leave no trace (R3). `stood` is what one pass knows of the generators.
+
+        Called where the surroundings are those of the forward.
+        """
         stood = {} if stood is None else stood
         if (changed := self._changed()) is not None:
             raise RuntimeError(
@@ -166,9 +172,7 @@ class Call:
                 restore(generator, then)
             for generator, twin, _ in twins:
                 restore(generator, twin)
-            out = self.surroundings.run(
-                lambda: running(self.index, self.update, function, self.remembered, (), replaying=True)
-            )
+            out = running(self.index, self.update, function, self.remembered, (), replaying=True)
             if any(
                 whither is not None and hash(end := state(generator)) != whither and end != then
                 for generator, then, whither, _ in drawn  # none at all is fine
@@ -252,7 +256,7 @@ class Call:
 
     def _named(self, tensor: Tensor) -> str:
         for key, value in self.update.kwargs.items():
-            if any(leaf is tensor or leaf.data_ptr() == tensor.data_ptr() for leaf in leaves_of(value, Tensor)):
+            if any(leaf is tensor or _same_memory(leaf, tensor) for leaf in leaves_of(value, Tensor)):
                 return f"its keyword {key!r}"
         for where, name, member in self.held:
             if member is tensor:
@@ -262,6 +266,11 @@ class Call:
                             return f"the {kind} {name!r} of {type(module).__name__}"
                 return f"the tensor {name!r}"
         return "a captured tensor"
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    strided = a.layout is b.layout is torch.strided
+    return strided and a.numel() > 0 and a.data_ptr() == b.data_ptr()
 
 
 def _weights_of(leaves: list[Tensor]) -> Iterator[Tensor]:

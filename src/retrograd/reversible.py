@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .engine import execute, invert
+from .engine import checked, execute, invert
 from .policies import Policy, Reverse
 from .ranks import Drawn, distributed
 from .streams import Stream
-from .update import Update
+from .update import Update, listed
 
 
 def _undescribed(self: nn.Module, **kwargs: Any) -> Iterable[Update]:
@@ -46,13 +46,12 @@ class Reversible(nn.Module):
     True
     """
 
-    compile_options: Mapping[
-        str, Any
-    ] = {}  # for torch.compile of each fn, when torch.compile(model) compiles the module
+    # For torch.compile of each fn, when torch.compile(model) compiles the module.
+    compile_options: Mapping[str, Any] = {}
 
-    def __init__(self, *, policy: Policy | None = None) -> None:
+    def __init__(self, *, policy: Policy = Reverse()) -> None:
         super().__init__()
-        self.policy = Reverse() if policy is None else policy
+        self.policy = policy
         self.compiled: dict[int, tuple[Any, Any]] = {}  # see compiled.py
 
     @property
@@ -62,9 +61,7 @@ class Reversible(nn.Module):
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        if not isinstance(policy, Policy):
-            raise TypeError(f"policy must be a Policy such as Reverse(), not {policy!r}")
-        self._policy = policy
+        self._policy = checked(policy)
 
     updates: Callable[..., Iterable[Update]] = _undescribed  # like forward: a subclass chooses its keywords
 
@@ -116,7 +113,7 @@ class Reversible(nn.Module):
         if not distributed():
             return self.updates(**kwargs)
         drawn = Drawn()
-        updates = [*self.updates(**kwargs)]
+        updates = listed(self.updates(**kwargs))
         drawn.compare(updates, self)
         return updates
 
@@ -124,7 +121,7 @@ class Reversible(nn.Module):
         """The program backwards on streams that the caller holds."""
 
         def described() -> Iterator[Update]:  # run by invert, which then sees random numbers that updates() draws
-            yield from self.updates(**kwargs)
+            yield from listed(self.updates(**kwargs))
 
         return invert(described(), streams, policy=self.policy_for(streams))
 

@@ -153,8 +153,9 @@ class DualModality(Reversible):
     - "other": `x1 += f(x2, m2)`, `x2 += g(x1)`, `m1 += j(m2, x2)`, `m2 += k(m1)`, where f and j get the mask of the
       other modality as `context_mask`.
 
-    f and j also get the mask of their own modality as `mask`. Each network gets the keywords that its signature names.
-    The modalities may differ in length, width and dtype. For three modalities write `updates` in a `Reversible`.
+    f and j also get the mask of their own modality as `mask`, and of all these keywords those that their signatures
+    name; g and k get none. The modalities may differ in length, width and dtype. For three modalities write `updates`
+    in a `Reversible`.
 
     >>> import retrograd as rg
     >>> class Attend(nn.Module):
@@ -197,10 +198,13 @@ class DualModality(Reversible):
     def updates(
         self, *, context: Any = None, context_mask: Any = None, x_mask: Any = None, m_mask: Any = None
     ) -> Iterable[Update]:
-        updates = []
+        updates, used = [], set()
         for kind, (f, g, j, k) in zip(self.kinds, self.networks(), strict=True):
             for_f = self.keywords(kind, f, x_mask, m_mask, context, context_mask)
             for_j = self.keywords(kind, j, m_mask, x_mask, context, context_mask)
+            for taken, mask, other_mask in ((for_f, "x_mask", "m_mask"), (for_j, "m_mask", "x_mask")):
+                names = {"mask": mask, "context_mask": other_mask if kind == "other" else "context_mask"}
+                used |= {names.get(key, key) for key in taken}
             of_other = kind == "other"
             updates += [
                 Update("x1", f, ("x2", "m2") if of_other else ("x2",), self.join, for_f),
@@ -209,8 +213,7 @@ class DualModality(Reversible):
                 Update("m2", k, ("m1",), self.join),
             ]
         given = {"context": context, "context_mask": context_mask, "x_mask": x_mask, "m_mask": m_mask}
-        used = {id(value) for update in updates for value in update.kwargs.values()}
-        self.refuse({key: v for key, v in given.items() if v is not None and id(v) not in used})
+        self.refuse({key: value for key, value in given.items() if value is not None and key not in used})
         return updates
 
     def keywords(
@@ -295,7 +298,17 @@ class Momentum(_Stack):
 
     @classmethod
     def from_residual(cls, blocks: Iterable[nn.Module], gamma: float = 0.9, *, policy: Policy = Reverse()) -> Momentum:
-        """Take the blocks of a plain residual stack, each of which computes `x + r(x)`."""
+        """Take the blocks of a plain residual stack, each of which computes `x + r(x)`.
+
+        >>> class Block(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.inner = nn.Linear(4, 4)
+        ...     def forward(self, x):
+        ...         return x + self.inner(x).tanh()
+        >>> Momentum.from_residual([Block() for _ in range(3)], gamma=0.5)(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
+        """
         return cls((Residual(block) for block in blocks), gamma, policy=policy)
 
     def step(self, index: int, block: nn.Module, kwargs: dict[str, Any]) -> Iterator[Update]:
@@ -329,6 +342,9 @@ class Midpoint(_Stack):
         """Make an existing residual stack reversible: each of its blocks computes `x + r(x)`.
 
         The function computed is another one than before (the first block excepted), close to it where `r` is small.
+
+        >>> net = Midpoint.from_residual([nn.TransformerEncoderLayer(8, 2, norm_first=True) for _ in range(4)])
+        >>> net(torch.randn(5, 2, 8)).sum().backward()
         """
         return cls((Residual(block) for block in blocks), join=join, policy=policy)
 

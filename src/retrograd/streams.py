@@ -73,6 +73,20 @@ def versions(tensors: list[Tensor]) -> list[int | None]:
         return [version(tensor) for tensor in tensors]
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """The same values without gaps and overlaps, as what is computed from it will be laid out."""
+    if tensor.layout is not torch.strided or tensor.stride() == torch.empty_like(tensor, device="meta").stride():
+        return tensor
+    return tensor.clone()
+
+
+def laid_out(tensor: Tensor, model: Tensor) -> Tensor:
+    """The same values, laid out as a dense `model`."""
+    if tensor.layout is not torch.strided or tensor.stride() == model.stride():
+        return tensor
+    return torch.empty_like(model).copy_(tensor)
+
+
 def copied(tree: Any) -> Any:
     """The same in lists, dicts and sets of its own: what can be emptied."""
     if type(tree) in (list, set):

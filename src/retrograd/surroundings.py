@@ -1,17 +1,19 @@
 """The global state that a program runs in, read at its forward and put back for each replay (R3, R5): autocast, the
-attention backends that may be chosen, the default dtype, the random generators.
+attention backends that may be chosen, the default dtype and device, the random generators.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+_CPU = torch.device("cpu")
 
 State = bytes | tuple[int, int]
 """The state of a random generator, to be compared and restored."""
@@ -40,6 +42,8 @@ class Surroundings:
             torch.set_autocast_cache_enabled(False)
             if here != self.modes:
                 _switch(here, self.modes)
+                with self.modes[3] if here[3] != self.modes[3] else nullcontext():
+                    return function()
             return function()
         finally:
             torch.set_autocast_cache_enabled(cache)
@@ -55,9 +59,9 @@ def transformed() -> bool:
     )
 
 
-Modes = tuple[tuple[tuple[str, bool, torch.dtype], ...], tuple[bool, bool, bool, bool], torch.dtype]
+Modes = tuple[tuple[tuple[str, bool, torch.dtype], ...], tuple[bool, bool, bool, bool], torch.dtype, torch.device]
 """Autocast by kind of device; the backends that attention may choose from, since each saves other tensors; the default
-dtype."""
+dtype; the default device, which is a matter of each thread."""
 
 
 def _modes(kinds: Sequence[str]) -> Modes:
@@ -72,11 +76,13 @@ def _modes(kinds: Sequence[str]) -> Modes:
             cuda.cudnn_sdp_enabled(),
         ),
         torch.get_default_dtype(),
+        # A default device is a mode on this stack, and slow to ask for. Torch has no public name for its height.
+        torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU,  # pyright: ignore[reportAttributeAccessIssue]
     )
 
 
 def _switch(here: Modes, there: Modes) -> None:
-    """From one to the other."""
+    """From one to the other, but for the default device, which has no setter that is undone for this thread alone."""
     if here[0] != there[0]:
         # What torch.autocast does on entry, without its checks of the device: they cost as much as two kernels.
         for kind, enabled, dtype in there[0]:
@@ -98,8 +104,12 @@ def default_generators(devices: Iterable[torch.device] = ()) -> list[torch.Gener
         indices = {device.index for device in devices if device.type == "cuda"} | {torch.cuda.current_device()}
         found += [torch.cuda.default_generators[index] for index in sorted(i for i in indices if i is not None)]
     for kind in {device.type for device in devices} - {"cpu", "cuda", "meta"}:
-        found += getattr(torch.get_device_module(kind), "default_generators", ())
+        found += [torch.mps._get_default_mps_generator()] if kind == "mps" else _generators_of(kind)
     return found
+
+
+def _generators_of(kind: str) -> Sequence[torch.Generator]:
+    return getattr(torch.get_device_module(kind), "default_generators", ())
 
 
 def state(generator: torch.Generator) -> State:

@@ -22,13 +22,11 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from .alarms import DriftWatch, RangeAlarms, settle_drifts
 from .auto import Learned
 from .entry import Entry, Flat, Saved, Storing, UntilEnough
-from .joins import Add, Affine, ExactAdd, Scale
+from .joins import JOINS
 from .policies import Reverse
-from .streams import version
+from .streams import dense, version
 from .surroundings import Surroundings, transformed
 from .update import Step
-
-_JOINS = (Add, Affine, ExactAdd, Scale)
 
 _NOTHING = contextlib.nullcontext()
 
@@ -58,10 +56,13 @@ class Tape:
         """The forward: every update inside hooks, then the exit. `targets` are those of the whole program."""
         if self.policy.watch is not None:
             self.watch = DriftWatch(self.policy, [leaf for name in self.names for leaf in flat[name]])
+        for name in self.names:
+            if name in targets:  # a reconstruction is dense, and operators may save other shapes of what is not
+                flat[name] = list(map(dense, flat[name]))
         states: list[Any] = []  # of the generators, handed from update to update
         for position, entry in enumerate(self.entries):
             entry.run(flat, functools.partial(self.serve, position), states, self.alarms, self.learned)
-            if type(entry.step.update.join) not in _JOINS:
+            if type(entry.step.update.join) not in JOINS:
                 states.clear()  # a join of one's own may draw random numbers
         self.sizes = [len(flat[name]) for name in self.names]
         leave(self, self.names, targets, flat)
@@ -126,7 +127,10 @@ class Tape:
             )
         for leaf, seen in self.finals:
             if version(leaf) != seen:
-                raise RuntimeError("an output of a reversible program was changed in place before its second backward")
+                raise RuntimeError(
+                    f"{self.entries[position]}: an output of its program was changed in place before the second "
+                    "backward; clone the output before changing it"
+                )
         return [leaf for leaf, _ in self.finals]
 
 

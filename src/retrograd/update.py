@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .alarms import RangeAlarms
 from .joins import Add, ExactAdd, Join
 from .policies import Keep, Offload, Policy, Reverse
 from .streams import Structure, Tensor, flatten_like, unflatten, versions
+
+if TYPE_CHECKING:
+    from .alarms import RangeAlarms
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,15 @@ class Update:
     policy: Policy | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sources, Iterable):
-            raise TypeError(f"{self}: sources are names of streams, not {self.sources!r}")
-        if not isinstance(self.kwargs, Mapping):
-            raise TypeError(f"{self}: kwargs must be a dict of keyword arguments for fn, not {self.kwargs!r}")
         if type(self.sources) is not tuple:
+            if not isinstance(self.sources, Iterable):
+                raise TypeError(f"{self}: sources are names of streams, not {self.sources!r}")
             object.__setattr__(
                 self, "sources", (self.sources,) if isinstance(self.sources, str) else tuple(self.sources)
             )
+        if not isinstance(self.kwargs, Mapping):
+            raise TypeError(f"{self}: kwargs must be a dict of keyword arguments for fn, not {self.kwargs!r}")
+        object.__setattr__(self, "kwargs", dict(self.kwargs))  # the caller's may change before the replay
         if not isinstance(self.target, str) or not all(isinstance(source, str) for source in self.sources):
             raise TypeError(f"{self}: target and sources are names of streams, not {self.target!r}, {self.sources!r}")
         if self.target in self.sources:
@@ -153,16 +156,25 @@ class Step:
         return joined
 
 
-def program(updates: Iterable[Update], names: Iterable[str]) -> list[Update]:
-    """The updates as a list, once every one is an `Update` and every name it uses is there (R1)."""
-    listed, known = list(updates), set(names)
-    for index, update in enumerate(listed):
+def listed(updates: Iterable[Update]) -> list[Update]:
+    """The updates as a list, if every one is an `Update`."""
+    if not isinstance(updates, Iterable):
+        raise TypeError(f"a program is a list of Updates, not {updates!r}; does updates() yield or return them?")
+    found = list(updates)
+    for index, update in enumerate(found):
         if not isinstance(update, Update):
             raise TypeError(f"update {index} must be an Update, not {update!r}")
+    return found
+
+
+def program(updates: Iterable[Update], names: Iterable[str]) -> list[Update]:
+    """The updates as a list, once every name that they use is there (R1)."""
+    found, known = listed(updates), set(names)
+    for index, update in enumerate(found):
         for name in (update.target, *update.sources):
             if name not in known:
                 raise ValueError(f"{update.label(index)}: there is no stream {name!r}; the streams are {sorted(known)}")
-    return listed
+    return found
 
 
 _known_casts = functools.cache(torch.can_cast)

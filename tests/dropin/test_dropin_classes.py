@@ -396,3 +396,28 @@ def test_a_mask_that_no_block_uses() -> None:
     mask = torch.ones(2, 6, dtype=torch.bool)
     with pytest.warns(UserWarning, match="'context_mask', 'video_mask', 'audio_mask': no block"):
         sequence(data(), data(), context=data(), context_mask=mask, video_mask=mask.clone(), audio_mask=mask.clone())
+
+
+def test_a_cache_that_the_forward_fills_is_what_the_replay_finds() -> None:
+    """As the LSH attention of the package does it, which hashes where it is not told to look into its cache."""
+    log: list[str] = []
+
+    class Hashing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self._cache = nn.Linear(4, 4), {}
+
+        def forward(self, x: Tensor, _reverse: bool = False, _depth: int | None = None) -> Tensor:
+            if not (_reverse and self._cache):
+                log.append("hashed")
+                self._cache = {"order": x.detach().mean(-1).argsort(-1)}
+            order = self._cache["order"][..., None].expand(-1, -1, x.shape[-1])
+            return self.linear(x.gather(1, order)).tanh()
+
+    class Plain(nn.Linear):
+        def forward(self, x: Tensor, _reverse: bool = False, _depth: int | None = None) -> Tensor:
+            return super().forward(x)
+
+    net = OURS[REFORMER.name]([(Hashing(), Plain(4, 4)) for _ in range(2)], send_signal=True)
+    net(torch.randn(2, 3, 8, requires_grad=True)).sum().backward()
+    assert log == ["hashed"] * 2

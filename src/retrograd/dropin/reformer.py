@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -70,7 +71,8 @@ class Signalled(nn.Module):
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         current = phase()
         hashing: list[Any] = [m for m in self.net.modules() if isinstance(getattr(m, "_cache", None), dict)]
-        caches: list[dict[str, Any]] = remember(list)
+        # Shared by both passes, and filled in the first. (Of a list or a dict, each would get a copy.)
+        caches: deque[dict[str, Any]] = remember(deque)
         reverse = any(caches) if hashing else current is not None and current.replaying
         outside = [module._cache for module in hashing]
         try:
