@@ -239,6 +239,7 @@ def graphed(step: Step, x: Tensor) -> Step:
     return rg.graphed(step)
 
 
+contender("keep-graphed", "retrograd Keep(), whole step in a CUDA graph", around=graphed)(keep)
 contender("reverse-graphed", "retrograd, whole step in a CUDA graph", around=graphed)(reverse)
 contender("reverse-compiled-graphed", "retrograd, f and g compiled, in a CUDA graph", around=graphed, compiled=True)(
     reverse_compiled

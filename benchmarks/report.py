@@ -21,6 +21,7 @@ SHORT = {  # names in a plot, where the contender's own is no word
     "compile-graphed": "compiled in a graph",
     "exact": "ExactAdd",
     "keep": "Keep",
+    "keep-graphed": "Keep in a graph",
     "kept": "plain autograd",
     "kept-graphed": "plain autograd in a graph",
     "offload": "Offload",
@@ -46,7 +47,7 @@ def add_ratios(runs: list[Run]) -> None:
     for run in kept.values():
         base = kept.get((run["configuration"]["name"], run["compared_with"]))
         if base is not None:
-            # On a CPU, steps of the base were run in turn with its own ("beside").
+            # Where they could, steps of the base were run in turn with its own ("beside").
             run["time_ratio"] = run["step_ms"] / run.get("beside_ms", base["step_ms"])
             least = run.get("beside_ms_min", base["step_ms_min"])
             run["least_time_ratio"] = run["step_ms_min"] / least  # the steadier one on a busy machine

@@ -21,10 +21,8 @@ from dataclasses import replace
 from typing import Any
 
 MARK = "retrograd-bench: "
-WRONG_ABOVE = (
-    0.02  # relative error of all weights' gradients together, and of the loss; bf16 rounding alone gives 0.001 to 0.01
-)
-WRONG_TENSOR_ABOVE = 0.2  # the same for the worst single tensor
+WRONG_ABOVE = 0.005  # relative error of all weights' gradients together, and of the loss
+WRONG_TENSOR_ABOVE = 0.2  # the same for the worst single tensor, which bf16 rounding alone can move by 0.01
 
 
 def say(**message: Any) -> None:
@@ -230,11 +228,12 @@ def measure(bench: Bench) -> dict[str, Any]:
     result = check(small, step, expected, kept_loss)
     say(partial=result)
     del expected
-    if small is not bench:
+    whole = small is bench
+    if not whole:
         del small
         step = bench.step(contender)
     release(bench)
-    result |= run(bench, step, base)
+    result |= run(bench, step, base, whole)
     result["memory_bytes"] = max(built, result["memory_bytes"])  # a captured step allocates as it is captured
     if contender is CONTENDERS["kept"]:
         result |= in_milliseconds("forward", forward_times(bench, graph=False))
@@ -243,8 +242,8 @@ def measure(bench: Bench) -> dict[str, Any]:
     return result | {"tokens_per_second": 1e3 * tokens / result["step_ms"]}
 
 
-def run(bench: Bench, step: Step, base: int) -> dict[str, Any]:
-    """Peak memory above `base` and time of a step."""
+def run(bench: Bench, step: Step, base: int, whole: bool) -> dict[str, Any]:
+    """Peak memory above `base` and time of a step. `whole`: the step that it is compared with fits too."""
     device, configuration = bench.device, bench.configuration
     held = allocated(device) - base  # what the contender keeps between steps is its memory too
     if configuration.steps == 1:  # the one step there is gives both
@@ -260,7 +259,7 @@ def run(bench: Bench, step: Step, base: int) -> dict[str, Any]:
         result["live_bytes"] = live_bytes(step)
     step()  # after a profiler, one more to settle
     compared = CONTENDERS[bench.contender.time_of]
-    if device.type == "cpu" and compared is not bench.contender and not bench.contender.compiled:
+    if whole and compared is not bench.contender and not bench.contender.compiled:
         # Other work on the machine comes and goes: a step of each in turn.
         beside, seconds, of_other = bench.step(compared, around=False), [], []
         for _ in range(configuration.steps + 1):

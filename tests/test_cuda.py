@@ -95,12 +95,28 @@ def test_the_kernel_gives_the_bits_of_the_plain_operators(out, shape, gain):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("size", [2**22 - 1, 2**22, 2**22 + 5])
-def test_a_difference_has_the_bits_of_the_plain_operator(dtype, size):
+def test_sums_have_the_bits_of_the_plain_operators(dtype, size):
     target, out = torch.randn(size, device="cuda"), torch.randn(size, device="cuda").to(dtype)
-    with torch.no_grad():
-        seen = rg.Add().invert(target, out)
-    assert torch.equal(seen, target - out)
-    assert rg.Add().invert(target.requires_grad_(), out).requires_grad  # where it must be differentiable, it is
+    for _ in range(2):  # the second launch is another path
+        with torch.no_grad():
+            assert torch.equal(rg.Add().apply(target, out), target + out)
+            assert torch.equal(rg.Add().invert(target, out), target - out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("method", ["apply", "invert"])
+def test_sums_of_large_tensors_are_differentiable_twice(dtype, method):
+    target, out = torch.randn(2**22, device="cuda"), torch.randn(2**22, device="cuda").to(dtype)
+    plain = {"apply": torch.add, "invert": torch.sub}[method]
+    for needed in ((True, True), (True, False), (False, True)):
+        found = []
+        for join in (getattr(rg.Add(), method), plain):
+            inputs = [leaf.detach().requires_grad_(need) for leaf, need in zip((target, out), needed, strict=True)]
+            wanted = [leaf for leaf in inputs if leaf.requires_grad]
+            first = torch.autograd.grad(join(*inputs).pow(3).sum(), wanted, create_graph=True)
+            found.append([*first, *torch.autograd.grad(sum(g.float().square().sum() for g in first), wanted)])
+        assert all(map(torch.equal, *found))
+        assert [g.dtype for g in found[0]] == [g.dtype for g in found[1]]
 
 
 @pytest.mark.parametrize("join", [rg.Add(), rg.ExactAdd()])

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .rounding import difference, rounded_add
+from .rounding import added, rounded_add
 
 
 class Join(ABC):
@@ -85,10 +85,10 @@ class Add(Join):
     """
 
     def apply(self, target: Tensor, *out: Tensor) -> Tensor:
-        return target + out[0]
+        return added(target, out[0])
 
     def invert(self, target: Tensor, *out: Tensor) -> Tensor:
-        return difference(target, out[0])
+        return added(target, out[0], negative=True)
 
     def scaled(self, gain: float) -> Join:
         return Scale(1.0, gain)

@@ -29,11 +29,12 @@ def _rounded_add(target, out, new, flag, size, steps, grid, limit, noting: tl.co
 
 
 @triton.jit
-def _difference(target, out, new, size, block: tl.constexpr):
+def _added(target, out, new, size, negative: tl.constexpr, block: tl.constexpr):
     where = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = where < size
     old = tl.load(target + where, mask=inside, other=0.0)
-    tl.store(new + where, old - tl.load(out + where, mask=inside, other=0.0).to(old.dtype), mask=inside)
+    given = tl.load(out + where, mask=inside, other=0.0).to(old.dtype)
+    tl.store(new + where, old - given if negative else old + given, mask=inside)
 
 
 def rounded_add(target: Tensor, out: Tensor, grid: float, gain: float, flag: Tensor | None, limit: float) -> Tensor:
@@ -43,9 +44,9 @@ def rounded_add(target: Tensor, out: Tensor, grid: float, gain: float, flag: Ten
     return _launch(_rounded_add, target, out, (noted,), (gain / grid, grid, limit, noting), noting)
 
 
-def difference(target: Tensor, out: Tensor) -> Tensor:
-    """`target - out`, for the same tensors."""
-    return _launch(_difference, target, out, (), ())
+def added(target: Tensor, out: Tensor, *, negative: bool) -> Tensor:
+    """`target + out` or `target - out`, for the same tensors."""
+    return _launch(_added, target, out, (), (negative,), negative)
 
 
 # Triton looks at every argument at each launch, which takes the host longer than the kernel takes the device. What it

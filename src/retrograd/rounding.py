@@ -1,6 +1,6 @@
 """`target + grid * round(out * gain / grid)`, in one pass over memory, with the gradient of `target + out * gain`.
 
-The arithmetic behind `ExactAdd`, and the difference behind `Add`. On CUDA a Triton kernel does it at once; elsewhere,
+The arithmetic behind `ExactAdd`, and the sum behind `Add`. On CUDA a Triton kernel does it at once; elsewhere,
 or where the tensors are not contiguous, plain operators give the same bits: the product with a power of two is exact,
 so only the rounding and the sum can differ, and both are correctly rounded everywhere.
 """
@@ -71,13 +71,30 @@ class Direct(torch.autograd.Function):
     backward = staticmethod(RoundedAdd.backward)  # pyright: ignore[reportAssignmentType]
 
 
-def difference(target: Tensor, out: Tensor) -> Tensor:
-    """`target - out`, differentiable. Torch takes half as long again where the dtypes differ, as under autocast, so
-    outside autograd large tensors go through a kernel that does not; smaller ones would wait for its launch."""
+def added(target: Tensor, out: Tensor, *, negative: bool = False) -> Tensor:
+    """`target + out` or `target - out`. Torch takes half as long again where the dtypes differ, as under autocast, so
+    large tensors go through a kernel that does not; smaller ones would wait for its launch."""
     low = out.dtype in (torch.bfloat16, torch.float16)
-    if low and target.numel() >= 2**22 and not torch.is_grad_enabled() and _fused(target, out):
-        return _kernels().difference(target, out)
-    return target - out
+    if low and target.numel() >= 2**22 and not torch.compiler.is_compiling() and _fused(target, out):
+        if not torch.is_grad_enabled():
+            return _kernels().added(target, out, negative=negative)
+        if not negative:
+            return Added.apply(target, out)  # type: ignore[return-value]
+    return target - out if negative else target + out
+
+
+class Added(torch.autograd.Function):
+    """`target + out` by the kernel, for autograd. It saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, target: Tensor, out: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.set_materialize_grads(False)
+        ctx.dtype = out.dtype
+        return _kernels().added(target, out, negative=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (grad, None if grad is None else grad.to(ctx.dtype))
 
 
 def _fused(target: Tensor, out: Tensor) -> bool:
