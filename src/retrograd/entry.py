@@ -2,6 +2,7 @@
 
 An entry notes what `fn` saves in the forward without holding it; the replay saves it again, and is refused if that is
 not the same (R7). The rules cited here are listed in engine.py; which entry is replayed when is decided in tape.py.
+Both passes come by here for every update, so the common case (one tensor, nothing unusual) takes the short way.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ Slot = tuple[torch.Size, torch.dtype, torch.device]
 """What forward and replay must agree on for each saved tensor (R7)."""
 
 _slot: Callable[[Tensor], Slot] = operator.attrgetter("shape", "dtype", "device")
+_version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 class Saved:
@@ -44,27 +46,20 @@ class Saved:
     __slots__ = ("tensors", "versions")
 
     def __init__(self) -> None:
-        self.tensors: dict[int, Tensor] = {}  # less those that are taken
-        self.versions: list[int] = []
+        self.tensors: list[Tensor | None] = []  # None: taken
+        self.versions: list[int] = []  # when each was saved
 
     def pack(self, tensor: Tensor) -> int:
         versions = self.versions
         slot = len(versions)
-        self.tensors[slot] = tensor
         versions.append(tensor._version)
+        self.tensors.append(tensor)
         return slot
 
-    def moved(self) -> Saved:
-        """The same in another object, and nothing here. The hooks hold this one, the graph holds the hooks, and the
-        tensors hold the graph: together they would never die."""
-        other = Saved()
-        other.tensors, other.versions = self.tensors, self.versions
-        self.tensors = {}
-        return other
-
-    def __getitem__(self, slot: int) -> Tensor:
+    def unpack(self, slot: int) -> Tensor:
         """A tensor, if nobody has changed it in place since it was saved: what autograd demands."""
         tensor = self.tensors[slot]
+        assert tensor is not None
         if tensor._version != self.versions[slot]:
             raise RuntimeError(self.changed(tensor, slot))
         return tensor
@@ -140,22 +135,25 @@ class Entry:
         "slots",
         "fn_slots",
         "versions",
+        "ends",
         "bases",
         "saving",
         "storing",
         "outputs",
         "live",
+        "differentiates",
         "kept",
     )
 
     def __init__(self, step: Step, policy: Reverse, surroundings: Surroundings) -> None:
         self.step = step
         self.call = Call(step.index, step.update, surroundings)
-        operators = policy.save if isinstance(policy.save, tuple) else ()
-        self.saving = create_selective_checkpoint_contexts(list(operators)) if operators else None
-        self.storing = policy.save == "output"
-        self.outputs: Callable[[], Outputs | None] = lambda: None  # as long as the graph holds them
-        self.live: Saved | None = None  # while fn runs: it may differentiate inside
+        save = policy.save
+        self.saving = create_selective_checkpoint_contexts(list(save)) if type(save) is tuple and save else None
+        self.storing = save == "output"
+        self.outputs: Callable[[], Outputs | None] = _no_outputs  # as long as the graph holds them
+        self.live: Saved | None = None  # while fn runs: it may differentiate inside,
+        self.differentiates = False  # and did
         # What was saved and returned, if the update cannot be replayed.
         self.kept: tuple[Saved, list[list[Tensor]]] | None = None
 
@@ -166,32 +164,37 @@ class Entry:
         states: list[Any],
         alarms: RangeAlarms | None,
         learned: Learned | None,
+        known: dict[int, list[Slot]],
     ) -> None:
-        """The update, inside hooks that store slot numbers in place of tensors."""
+        """The update, inside hooks that store slot numbers in place of tensors. `known`: saved by others, by count."""
         step, update = self.step, self.step.update
         sources, target = [flat[name] for name in update.sources], flat[update.target]
         self.source_grads = [[leaf.requires_grad for leaf in leaves] for leaves in sources]
         self.target_grads = [leaf.requires_grad for leaf in target]
         saved = self.live = Storing() if self.storing else Saved()
-        key = None if learned is None else learned.keys[step.index]
-        watch = None
-        if learned is not None and key in learned.saved and key not in learned.took:
-            watch = Stopwatch(learned.device)  # its second call: a first one warms up
+        watch = None if learned is None else self._watch(learned)
         try:
             with saved_tensors_hooks(saved.pack, unpack):
                 parts, replayable = self.call.forward(self._function(sources, target, 0), states)
                 self.fn_slots = len(saved.tensors)
                 flat[update.target] = self._laid_out(step.join(target, parts, alarms), target)
-            tensors = [*saved.tensors.values()]
-            self.slots, self.versions = list(map(_slot, tensors)), saved.versions
-            self.bases = [weakref.ref(tensor if (base := tensor._base) is None else base) for tensor in tensors]
-            if watch is not None:
-                watch.stop()
-                learned.took[key] = watch  # type: ignore[union-attr]
-            elif learned is not None and learned.learning:
-                learned.learn(key, tensors, self.call.outside())
+            tensors: list[Tensor] = saved.tensors  # type: ignore[assignment]
+            slots = list(map(_slot, tensors))
+            same = known.setdefault(len(slots), slots)
+            self.slots = same if same == slots else slots  # equal ones are one object: there are many
+            ends = list(map(_version, tensors))
+            self.versions = saved.versions
+            self.ends = self.versions if ends == self.versions else ends
+            self.bases = {i: weakref.ref(_base(tensors[i])) for i, v in enumerate(ends) if v} if any(ends) else {}
+            if learned is not None:
+                key = learned.keys[step.index]
+                if watch is not None:
+                    watch.stop()
+                    learned.took[key] = watch
+                elif learned.learning:
+                    learned.learn(key, tensors, self.call.outside())
             if not replayable:
-                saved.tensors = {slot: t if t.is_leaf else t.detach() for slot, t in saved.tensors.items()}
+                saved.tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in tensors]
                 self.kept = saved, [[leaf.detach() for leaf in part] for part in parts]
             elif isinstance(saved, Storing) and self.fn_slots and not self.call.must_finish():
                 saved.first.outputs = Outputs(parts)
@@ -200,7 +203,12 @@ class Entry:
         finally:
             self.live = None
             if self.kept is None:
-                saved.tensors = {}
+                saved.tensors = []
+
+    def _watch(self, learned: Learned) -> Stopwatch | None:
+        """Times the second call of an update: a first one warms up."""
+        key = learned.keys[self.step.index]
+        return Stopwatch(learned.device) if key in learned.saved and key not in learned.took else None
 
     def replay(self, streams: Flat, stood: dict[int, bool], *, undone: bool = False) -> tuple[Saved, list[Tensor]]:
         """Run `fn` again: what it saves, and the target as it was before the update (`undone`: it is that already)."""
@@ -208,34 +216,50 @@ class Entry:
         target = streams[update.target]
         if self.kept is not None:
             (kept, parts), saved = self.kept, Saved()
-            saved.tensors, saved.versions = {**kept.tensors}, kept.versions
+            saved.tensors, saved.versions = kept.tensors.copy(), kept.versions
             return saved, target if undone else self._unjoined(target, parts)
         outputs = self.outputs()
         # A weight that fn may read has changed: whether it does shows at its end.
         whole = outputs is None or not outputs.unchanged() or self.call.shown_changed()
         saved = Saved() if whole else UntilEnough(self.fn_slots)
+        # Where nothing is taken before the end, a slot is its place in the list: nothing need be counted.
+        counted = self.differentiates or not whole
+        pack, unpack = (saved.pack, saved.unpack) if counted else (saved.tensors.append, self._refuse_inside)
         sources = [fresh(streams[name], needs) for name, needs in zip(update.sources, self.source_grads, strict=True)]
 
         def again() -> list[Tensor]:
-            try:
-                parts = self.call.replay(self._function(sources, target, 1), stood)
-            except Enough as enough:
-                if enough.args[0] is not saved:
-                    raise
-                parts = outputs.parts  # type: ignore[union-attr]
-            with torch.no_grad():
-                before = target if undone else self._unjoined(target, parts)
+            with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+                try:
+                    parts = self.call.replay(self._function(sources, target, 1), stood)
+                except Enough as enough:
+                    if enough.args[0] is not saved:
+                        raise
+                    parts = outputs.parts  # type: ignore[union-attr]
+            if undone:
+                before = target
+            elif torch.is_grad_enabled():  # a backward that builds a graph
+                with torch.no_grad():
+                    before = self._unjoined(target, parts)
+            else:
+                before = self._unjoined(target, parts)
             if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what
-                step.join(fresh(before, self.target_grads), parts)
+                with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+                    step.join(fresh(before, self.target_grads), parts)
             return before
 
+        # The hooks hold this list, the graph holds the hooks, and the tensors hold the graph: together they would
+        # never die. So what was saved is handed on in another one.
+        packed = saved.tensors
         try:
-            with torch.enable_grad(), saved_tensors_hooks(saved.pack, saved.__getitem__):
-                before = self.call.surroundings.run(again)
-            self.verify(saved)
+            before = self.call.surroundings.run(again)
+            saved.tensors = packed.copy()
+            self._verify(saved, streams, counted)
         finally:
-            saved = saved.moved()
+            packed.clear()
         return saved, before
+
+    def _refuse_inside(self, _: None) -> Tensor:
+        raise RuntimeError(f"{self} is not deterministic: it differentiates inside its replay, not in its forward")
 
     def _unjoined(self, target: list[Tensor], parts: list[list[Tensor]]) -> list[Tensor]:
         return self._laid_out(self.step.unjoin(target, parts), target)
@@ -251,13 +275,34 @@ class Entry:
         call = functools.partial(self.step.call, sources, target)
         return call if self.saving is None else functools.partial(_inside, self.saving[context], call)
 
-    def verify(self, saved: Saved) -> None:
-        """R7: the replay saved what the forward saved, and what is still the same tensor has not changed."""
-        slots = list(map(_slot, saved.tensors.values()))
-        if slots == self.slots:
-            if saved.versions != self.versions:
-                self._verify_versions(saved)
-            return
+    def _verify(self, saved: Saved, streams: Flat, counted: bool) -> None:
+        """R7: the replay saved what the forward saved, and what both found there has not changed since."""
+        tensors: list[Tensor] = saved.tensors  # type: ignore[assignment]
+        slots = list(map(_slot, tensors))
+        if slots != self.slots:
+            self._refuse(slots)
+        if counted:
+            then, now = self.versions, saved.versions
+        else:
+            then, now = self.ends, list(map(_version, tensors))
+            saved.versions = now
+            if self.ends is not self.versions:  # fn changes some after they are saved: those may not be asked for
+                saved.versions = [n - e + v for n, e, v in zip(now, self.ends, self.versions, strict=True)]
+        if now != then:
+            for slot, tensor in enumerate(tensors):
+                if now[slot] != then[slot] and self._is_same(slot, tensor, streams):
+                    raise RuntimeError(
+                        f"{self}: a tensor that fn reads was changed in place between forward and backward"
+                    )
+
+    def _is_same(self, slot: int, tensor: Tensor, streams: Flat) -> bool:
+        """Whether a tensor with another version than in the forward is the one that was saved then. A stream is not:
+        it was reconstructed; nor is a buffer that was put back."""
+        if slot in self.bases:
+            return self.bases[slot]() is _base(tensor)
+        return not any(_share(tensor, leaf) for leaves in streams.values() for leaf in leaves)
+
+    def _refuse(self, slots: list[Slot]) -> None:
         differing = [
             f"saved tensor {i} was {tuple(a[0])} {a[1]} on {a[2]}, now {tuple(b[0])} {b[1]} on {b[2]}"
             for i, (a, b) in enumerate(zip(self.slots, slots, strict=False))
@@ -270,26 +315,27 @@ class Entry:
             "state outside parameters and buffers, or give this update policy=Keep()"
         )
 
-    def _verify_versions(self, saved: Saved) -> None:
-        """A stream is another tensor in the replay, and may have another version."""
-        for tensor, base, now, then in zip(
-            saved.tensors.values(), self.bases, saved.versions, self.versions, strict=True
-        ):
-            if now != then and base() is _base(tensor):
-                raise RuntimeError(f"{self}: a tensor that fn reads was changed in place between forward and backward")
-
     def __str__(self) -> str:
         return self.step.update.label(self.step.index)
 
 
-def _inside(context: AbstractContextManager[Any], function: Callable[[], T]) -> T:
-    with context:
-        return function()
+def _no_outputs() -> None:
+    return None
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in one memory."""
+    return a.layout is b.layout is torch.strided and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _base(tensor: Tensor) -> Tensor:
     """The tensor that it is a view of, or itself: they have one version."""
     return tensor if (base := tensor._base) is None else base
+
+
+def _inside(context: AbstractContextManager[Any], function: Callable[[], T]) -> T:
+    with context:
+        return function()
 
 
 def fresh(leaves: list[Tensor], needs: list[bool]) -> list[Tensor]:

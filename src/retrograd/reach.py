@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import operator
 import types
 import weakref
 from collections import deque
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from .bindings import MISSING, Binding, Cell, training_flag
 
@@ -23,7 +25,8 @@ _PLAIN = frozenset({*_SIMPLE, bool})  # the same by exact type, which is found f
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MARKS = frozenset({type(None), bool, int, float, str})
 _PROXIES = (*weakref.ProxyTypes,)
-_REGISTRIES = frozenset(nn.Module().__dict__)
+_REGISTRIES = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})
+_CORE = ("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _FAR = 1 << 30
 _FEW = 64  # in a longer dict, what is bound anew is not put back
 _MANY = 4096  # a longer container is data; looking through more than that at each call would take too long
@@ -180,6 +183,92 @@ def reach(fn: Any, kwargs: Mapping[str, Any]) -> Reached:
         if not isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
             reached._names(_named_by(type(fn), "__call__"))
     return reached
+
+
+class Known:
+    """What a plain module uses, to be found again by a look whether anything has changed.
+
+    Plain is a module with nothing but parameters, submodules that are plain, and attributes and globals that are
+    numbers, words and the like: no buffers, hooks, or tensors of its own. Most networks are.
+    """
+
+    __slots__ = (
+        "below",
+        "weights",
+        "members",
+        "variables",
+        "held",
+        "_where",
+        "_names",
+        "_values",
+        "_sized",
+        "_sizes",
+        "_hooks",
+        "_bound",
+    )
+
+    def __init__(self, reached: Reached, entries: list[Binding]) -> None:
+        # Not the module itself: whoever knows it would keep it alive.
+        self.below, self.weights = reached.modules[1:], reached.weights
+        self.members, self.variables = reached.members, reached.variables
+        self.held = self.members + self.variables
+        self._where, self._names, self._values = map(list, zip(*self.held, *entries, strict=True))
+        self._sized = [d for m in reached.modules for d in (vars(m), m._parameters, m._buffers, m._modules)]
+        self._sizes = [*map(len, self._sized)]
+        self._hooks = [d for m in reached.modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+        self._bound = [*map(list, zip(*self.held, strict=True))]
+
+    def holds(self) -> bool:
+        """Whether everything is as it was found."""
+        return (
+            all(map(operator.is_, map(dict.get, self._where, self._names), self._values))
+            and [*map(len, self._sized)] == self._sizes
+            and not any(self._hooks)
+        )
+
+    def bound(self) -> bool:
+        """Whether all names are bound as they were, and there are still no hooks."""
+        where, names, values = self._bound
+        return all(map(operator.is_, map(dict.get, where, names), values)) and not any(self._hooks)
+
+
+_known: dict[int, tuple[weakref.ref[nn.Module], Known]] = {}
+
+
+def known(fn: Any) -> Known | None:
+    """What a plain module uses; None for all else."""
+    entry = _known.get(id(fn))
+    if entry is not None and entry[0]() is fn and entry[1].holds():
+        return entry[1]
+    if not isinstance(fn, nn.Module) or (entries := _plain(fn)) is None:
+        return None
+    key = id(fn)
+    found = Known(reach(fn, {}), entries)
+    _known[key] = weakref.ref(fn, lambda gone: _known.pop(key, None) if _known[key][0] is gone else None), found
+    return found
+
+
+def _plain(fn: nn.Module) -> list[Binding] | None:
+    """Where the entries stand that make a module plain, and what they are; None if it is not."""
+    entries: list[Binding] = []
+    for module in fn.modules():
+        mine, kind = vars(module), type(module)
+        if isinstance(module, (LazyModuleMixin, torch.jit.ScriptModule)) or "forward" in mine or module._buffers:
+            return None
+        if module._forward_hooks or module._forward_pre_hooks:
+            return None
+        if any(weight is not None and type(weight) is not nn.Parameter for weight in module._parameters.values()):
+            return None
+        entries += [(mine, name, mine[name]) for name in _CORE]
+        if of_torch(kind):
+            continue
+        attributes = [(mine, name, value) for name, value in mine.items() if name not in _REGISTRIES]
+        named = [(where, name, where.get(name)) for where, name in _named_by(kind, "forward")]
+        for where, _, value in attributes + named:
+            if type(value) not in _PLAIN or type(where) is not dict:
+                return None
+        entries += attributes + named
+    return entries
 
 
 def _has_dict(value: Any) -> bool:

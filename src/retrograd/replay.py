@@ -4,7 +4,9 @@ after it (R3, R4, R7, R9).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -16,110 +18,129 @@ from .buffers import Before
 from .capture import Capture, Rehearsal, current
 from .frames import Remembered, running
 from .joins import JOINS
-from .reach import reach
+from .reach import Known, Reached, known, reach
 from .streams import leaves_of, versions
 from .surroundings import Surroundings, restore, state
 from .update import Update
 
 T = TypeVar("T")
 
+_needs: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
+
 
 class Call:
     """What one call of `fn` depended on besides its sources and the surroundings."""
 
-    __slots__ = (
-        "index",
-        "update",
-        "surroundings",
-        "remembered",
-        "random",
-        "twin",
-        "spent",
-        "modules",
-        "held",
-        "hooks",
-        "moved",
-        "grads",
-        "read",
-        "versions",
-        "shown",
-        "shown_versions",
-    )
+    # Few calls have more than the first of these.
+    known: Known | None = None  # what a plain module uses
+    remembered: list[Remembered]
+    # generators: whence, and whither the forward moved each, if it did (R4)
+    random: Sequence[tuple[torch.Generator, Any, int | None]] = ()
+    twin: Sequence[tuple[torch.Generator, torch.Generator]] = ()  # instead, inside a CUDA graph: see capture.py
+    spent = False
+    found: Sequence[nn.Module] = ()  # the modules that fn can be seen to use
+    held: Sequence[Binding] = ()  # what their members, and variables, are bound to
+    hooks: Sequence[dict[str, Any] | None] = ()  # and the hooks of each that has some
+    moved: Sequence[tuple[nn.Module, dict[str, Tensor | None]]] = ()  # copies of buffers that the forward moved
+    leaves: list[Tensor] = []  # those of the tensors that fn reads,  # noqa: RUF012
+    needs: list[bool] = []  # and which need gradients  # noqa: RUF012
+    read: list[Tensor] = []  # what must not change until the replay (R7),  # noqa: RUF012
+    versions: list[int | None] = []  # and at which version it was  # noqa: RUF012
+    shown: list[Tensor] = []  # weights of modules that fn shows without being made of them,  # noqa: RUF012
+    shown_versions: list[int | None] = []  # likewise  # noqa: RUF012
 
     def __init__(self, index: int, update: Update, surroundings: Surroundings) -> None:
         self.index, self.update, self.surroundings = index, update, surroundings
-        self.remembered: list[Remembered] = []
-        # generators: whence, and whither the forward moved each, if it did (R4)
-        self.random: list[tuple[torch.Generator, Any, int | None]] = []
-        self.twin: list[tuple[torch.Generator, torch.Generator]] = []  # instead, inside a CUDA graph: see capture.py
-        self.spent = False
-        self.modules: list[nn.Module] = []  # that fn can be seen to use
-        self.held: list[Binding] = []  # what their members, and variables, are bound to
-        self.hooks: list[dict[str, Any] | None] = []  # and the hooks of each that has some
-        self.moved: list[tuple[nn.Module, dict[str, Tensor | None]]] = []  # copies of buffers that the forward moved
-        self.grads: list[tuple[Tensor, bool]] = []  # which of the tensors that fn reads need gradients
-        self.read: list[Tensor] = []  # what must not change until the replay (R7),
-        self.versions: list[int | None] = []  # and at which version it was
-        self.shown: list[Tensor] = []  # weights of modules that fn shows without being made of them,
-        self.shown_versions: list[int | None] = []  # likewise
+        self.remembered = []
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Those that `fn` can be seen to use."""
+        return self.found if self.known is None else [self.update.fn, *self.known.below]  # type: ignore[list-item]
 
     def forward(self, function: Callable[[], T], states: list[Any]) -> tuple[T, bool]:
         """Run `fn` for the first time and note what it depends on; also whether it can be replayed.
 
         `states` are those of the surroundings' generators if they are known, and are known afterwards.
         """
-        reached = reach(self.update.fn, self.update.kwargs)
+        update = self.update
+        if type(update.join) in JOINS and not update.kwargs and (plain := known(update.fn)) is not None:
+            self.known, self.held = plain, plain.held
+            self.read = self.leaves = plain.weights
+            self.versions, self.needs = versions(plain.weights), list(map(_needs, plain.weights))
+            out = self._first(function, [], states)
+            self._refuse_changes_by_fn()
+            if plain.bound():
+                return out, True
+            self.found, self.known = self.modules, None
+            self._bind(plain.members, plain.variables)
+            return out, True
+        return self._forward(reach(update.fn, update.kwargs), function, states)
+
+    def _forward(self, reached: Reached, function: Callable[[], T], states: list[Any]) -> tuple[T, bool]:
+        """The same for any `fn`."""
         if type(self.update.join) not in JOINS:
             reached.look(self.update.join, 5)
+        self.found = reached.modules
         if any(isinstance(module, LazyModuleMixin) for module in reached.modules):
             states.clear()  # its weights are not there yet, and will be drawn
-            out = running(self.index, self.update, function, None)
-            self.modules = reached.modules
-            return out, False
-        self.modules, self.held, self.shown = reached.modules, reached.members, reached.shown
+            return running(self.index, self.update, function, None), False
+        self.shown = reached.shown
         self.shown_versions = versions(self.shown)
         # Without their graphs: a tensor that fn left in a module holds the graph of the call before, and so its tape.
         tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in reached.tensors]
         self.read = tensors + reached.weights
         self.versions = versions(self.read)
-        read = reached.tensors + reached.weights + reached.shown
-        self.grads = [(tensor, tensor.requires_grad) for tensor in read if tensor.is_leaf]
+        self.leaves = [t for t in reached.tensors + reached.weights + reached.shown if t.is_leaf]
+        self.needs = list(map(_needs, self.leaves))
         before = [Before(module, id(module) in reached.own) for module in reached.modules if module._buffers]
 
         out = self._first(function, reached.generators, states)
 
-        if (changed := self._changed()) is not None:
-            raise RuntimeError(
-                f"{self.update.label(self.index)}: fn changes {changed} in place, and a replay would change it again; "
-                "return what is new, hold it in a buffer, or give this update policy=Keep()"
-            )
-        # What else has a name is put back as these are, but not what fn itself binds anew: that may go.
-        bound = [each for each in reached.variables if each[0].get(each[1], MISSING) is each[2]]
-        self.held = self.held + [(where, name, without_graph(value)) for where, name, value in bound]
+        self._refuse_changes_by_fn()
+        bound = self._bind(reached.members, reached.variables)
         if len(bound) < len(reached.variables):
             gone = {id(value) for _, _, value in reached.variables} - {id(value) for _, _, value in bound}
             kept = [tensor for tensor, found in zip(tensors, reached.tensors, strict=True) if id(found) not in gone]
             self.read = kept + reached.weights
             self.versions = versions(self.read)
-        self.hooks = [hooks_of(m) if m._forward_hooks or m._forward_pre_hooks else None for m in reached.modules]
         return out, self._settle(before) if before else True
+
+    def _bind(self, members: list[Binding], variables: list[Binding]) -> list[Binding]:
+        """After the forward: note what a replay must find. What has a name is put back as the members are, but not what
+        fn itself binds anew: that may go."""
+        bound = [each for each in variables if each[0].get(each[1], MISSING) is each[2]]
+        self.held = members + [(where, name, without_graph(value)) for where, name, value in bound]
+        self.hooks = [hooks_of(m) if m._forward_hooks or m._forward_pre_hooks else None for m in self.found]
+        return bound
+
+    def _refuse_changes_by_fn(self) -> None:
+        if (changed := self._changed()) is not None:
+            raise RuntimeError(
+                f"{self.update.label(self.index)}: fn changes {changed} in place, and a replay would change it again; "
+                "return what is new, hold it in a buffer, or give this update policy=Keep()"
+            )
 
     def _first(self, function: Callable[[], T], own: list[torch.Generator], states: list[Any]) -> T:
         """Run `fn` and note which generators it moves: the default ones, or those that it holds (R4)."""
-        recording, generators = current(), self.surroundings.generators + own
+        recording, surroundings = current(), self.surroundings
+        generators = surroundings.generators + own
         if isinstance(recording, Capture):
             out = running(self.index, self.update, function, self.remembered, generators)
             self.twin = recording.twin()
             return out
-        before = (states or self.surroundings.states()) + [state(generator) for generator in own]
+        before = (states or surroundings.states()) + [state(generator) for generator in own]
         out = running(self.index, self.update, function, self.remembered, generators)
-        states[:] = self.surroundings.states()
-        after = states + [state(generator) for generator in own]
-        for position, (generator, then, now) in enumerate(zip(generators, before, after, strict=True)):
-            stood = then == now
-            self.random.append((generator, then, None if stood else hash(now)))
-            if stood and position < len(states):
-                states[position] = then  # one state for all calls that leave it alone
+        after = surroundings.states() + [state(generator) for generator in own]
+        if before == after:  # one note, and one state, for all calls that leave them alone
+            states[:] = before[: len(surroundings.generators)]
+            self.random = surroundings.stood(before) if not own else [*zip(generators, before, repeat(None))]
+            return out
+        states[:] = after[: len(surroundings.generators)]
+        self.random = [
+            (generator, then, None if then == now else hash(now))
+            for generator, then, now in zip(generators, before, after, strict=True)
+        ]
         if isinstance(recording, Rehearsal):
             drawn = [(generator, then) for generator, then, whither in self.random if whither is not None]
             recording.note(self.update.label(self.index), drawn)
@@ -132,7 +153,7 @@ class Call:
         for each in before:
             if moved := each.moved():
                 copies = each.copies()
-                self.moved.append((each.module, copies))
+                self.moved = [*self.moved, (each.module, copies)]
                 self.held = [*self.held, *each.changed_marks()]
                 replayable = replayable and moved <= copies.keys()
             elif each.own:
@@ -153,13 +174,30 @@ class Call:
                 "change it after the backward, or give this update policy=Keep()"
             )
         drawn = [(*each, state(each[0])) for each in self.random if each[2] is not None or self._elsewhere(each, stood)]
+        if drawn or self.twin or self._differs():
+            out = self._replay_as_it_was(function, drawn)
+        else:
+            out = running(self.index, self.update, function, self.remembered, (), replaying=True)
+        if self.shown_changed():
+            self._refuse_changed(out)
+        return out
+
+    def _differs(self) -> bool:
+        """Whether anything must be put back that the forward saw otherwise."""
+        if list(map(_needs, self.leaves)) != self.needs:
+            return True
+        return True if self.known is None else not self.known.bound()
+
+    def _replay_as_it_was(self, function: Callable[[], T], drawn: list[tuple[Any, Any, int | None, Any]]) -> T:
+        """The replay, with all that `fn` depended on put back, and put back again after it."""
         twins = [(generator, twin, generator.graphsafe_get_state()) for generator, twin in self._twin()]
-        frozen = [tensor for tensor, needed in self.grads if tensor.requires_grad != needed and tensor.is_leaf]
+        frozen = [t for t, needed in zip(self.leaves, self.needs, strict=True) if t.requires_grad != needed]
+        modules, hooks_then = self.modules, self.hooks if self.known is None else repeat(None)
         swapped: Swapped = []
         try:
             for tensor in frozen:
                 tensor.requires_grad_(not tensor.requires_grad)
-            for module, hooks in zip(self.modules, self.hooks, strict=True):
+            for module, hooks in zip(modules, hooks_then):  # noqa: B905
                 if hooks is not None or module._forward_hooks or module._forward_pre_hooks:
                     exchange_hooks(module, hooks, swapped)
             for where, name, then in self.held:
@@ -182,8 +220,6 @@ class Call:
                     "operator with dropout under Reverse(save=...), a fn that is not deterministic, or another thread "
                     "that draws from the same generator); give it policy=Keep(), or the thread a generator of its own"
                 )
-            if self.shown_changed():
-                self._refuse_changed(out)
             return out
         finally:
             for generator, _, _, here in drawn:
@@ -219,7 +255,7 @@ class Call:
                     "update policy=Keep()"
                 )
 
-    def _twin(self) -> list[tuple[torch.Generator, torch.Generator]]:
+    def _twin(self) -> Sequence[tuple[torch.Generator, torch.Generator]]:
         """Inside a CUDA graph: what to draw from. A twin has moved on after its first use, and cannot be put back."""
         if self.spent:
             raise RuntimeError(

@@ -22,7 +22,7 @@ State = bytes | tuple[int, int]
 class Surroundings:
     """What surrounds a program while it runs forward."""
 
-    __slots__ = ("kinds", "modes", "generators")
+    __slots__ = ("kinds", "modes", "generators", "_stood")
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         devices = set(devices)
@@ -30,10 +30,17 @@ class Surroundings:
         self.kinds = sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
         self.modes = _modes(self.kinds)
         self.generators = default_generators(devices)
+        self._stood: list[tuple[torch.Generator, State, None]] = []
 
     def states(self) -> list[State]:
         """Where the generators are."""
         return [state(generator) for generator in self.generators]
+
+    def stood(self, states: list[State]) -> list[tuple[torch.Generator, State, None]]:
+        """The generators, each at a state that it did not leave: the same list for the same states."""
+        if not self._stood or any(noted is not state for (_, noted, _), state in zip(self._stood, states, strict=True)):
+            self._stood = [(generator, state, None) for generator, state in zip(self.generators, states, strict=True)]
+        return self._stood
 
     def run(self, function: Callable[[], T]) -> T:
         """Call `function` in these surroundings, whatever surrounds this call; autocast's weight cache is off (R5)."""

@@ -21,7 +21,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from .alarms import DriftWatch, RangeAlarms, settle_drifts
 from .auto import Learned
-from .entry import Entry, Flat, Saved, Storing, UntilEnough
+from .entry import Entry, Flat, Saved, Slot, Storing, UntilEnough
 from .joins import JOINS
 from .policies import Reverse
 from .streams import dense, version
@@ -60,8 +60,9 @@ class Tape:
             if name in targets:  # a reconstruction is dense, and operators may save other shapes of what is not
                 flat[name] = list(map(dense, flat[name]))
         states: list[Any] = []  # of the generators, handed from update to update
+        known: dict[int, list[Slot]] = {}
         for position, entry in enumerate(self.entries):
-            entry.run(flat, functools.partial(self.serve, position), states, self.alarms, self.learned)
+            entry.run(flat, functools.partial(self.serve, position), states, self.alarms, self.learned, known)
             if type(entry.step.update.join) not in JOINS:
                 states.clear()  # a join of one's own may draw random numbers
         self.sizes = [len(flat[name]) for name in self.names]
@@ -95,13 +96,21 @@ class Tape:
 
     def serve(self, position: int, slot: int) -> Tensor:
         """The saved tensor that autograd asks for. It is released as it is taken."""
-        reversal = self.passes.get(_current_pass())
-        saved = None if reversal is None else reversal.captured.get(position)
-        if saved is None or slot not in saved.tensors:
-            if reversal is None and (live := self.entries[position].live) is not None:
-                return live[slot]
+        try:
+            saved = self.passes[_current_pass()].captured[position]
+            tensor = saved.tensors[slot]
+        except KeyError:
+            tensor = None
+        if tensor is None:
+            reversal = self.passes.get(_current_pass())
+            entry = self.entries[position]
+            if reversal is None and entry.live is not None:
+                entry.differentiates = True
+                return entry.live.unpack(slot)
             saved = self._captured(reversal, position, slot)
-        tensor = saved.tensors.pop(slot)
+            tensor = saved.tensors[slot]
+            assert tensor is not None
+        saved.tensors[slot] = None
         if tensor._version != saved.versions[slot]:
             self.passes.pop(_current_pass(), None)
             raise RuntimeError(f"{self.entries[position]}: {saved.changed(tensor, slot)}")
@@ -151,14 +160,17 @@ class Reversal:
                 self._forget(self.entries[position].slots[slot][2])
                 self._step_back(passing=self.position - 1 > position)
             saved = self.captured.get(position)
-            return self._again(position) if saved is None or slot not in saved.tensors else saved
+            return self._again(position) if saved is None or saved.tensors[slot] is None else saved
 
     def _step_back(self, *, passing: bool) -> None:
         """Reverse one update. `passing`: only to get to an earlier one, since nobody asked for what this one saved."""
         entry = self.entries[self.position - 1]
         sharded = entry.call.sharded() if passing else []
-        with _outside_transforms() if _inside_transforms() else _NOTHING, _as_subclasses():
+        if _plain_here():
             captured, before = entry.replay(self.streams, self.stood)
+        else:
+            with _outside_transforms(), _as_subclasses():
+                captured, before = entry.replay(self.streams, self.stood)
         for module in sharded:
             module.reshard()  # FSDP2 expects no forward after a module's backward, and would leave it whole
         self.streams[entry.step.update.target] = before
@@ -173,10 +185,14 @@ class Reversal:
         Autograd runs the nodes of one device from the last to the first, so none of it will be asked for any more.
         """
         for position, saved in list(self.captured.items()):
-            for slot, tensor in list(saved.tensors.items()):
-                if tensor.device == device:
-                    del saved.tensors[slot]
-            if not saved.tensors:
+            left = False
+            for slot, tensor in enumerate(saved.tensors):
+                if tensor is not None:
+                    if tensor.device == device:
+                        saved.tensors[slot] = None
+                    else:
+                        left = True
+            if not left:
                 del self.captured[position]
 
     def _again(self, position: int) -> Saved:
@@ -237,7 +253,7 @@ def _hide_from_dynamo() -> None:
     """A compiled fn calls the hooks where Dynamo watches, which would compile them too, anew for each slot."""
     from torch._dynamo.eval_frame import skip_code
 
-    for hook in (Saved.pack, Storing.pack, UntilEnough.pack, Saved.__getitem__, Tape.serve):
+    for hook in (Saved.pack, Storing.pack, UntilEnough.pack, Saved.unpack, Entry._refuse_inside, Tape.serve):
         skip_code(hook.__code__)
 
 
@@ -250,11 +266,11 @@ def _as_subclasses() -> Any:
     return _NOTHING if torch._C._is_torch_function_enabled() else torch._C._EnableTorchFunction()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _inside_transforms() -> bool:
-    """Whether `_outside_transforms` has something to leave."""
+def _plain_here() -> bool:
+    """Whether there are no transforms to leave, and subclasses are what they are."""
     levels = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
-    return levels > 0 or transformed()
+    return levels == 0 and torch._C._is_torch_function_enabled() and not transformed()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextlib.contextmanager

@@ -86,6 +86,10 @@ class Update:
     def parts(self, index: int, out: Any, target: list[Tensor], structure: Structure) -> list[list[Tensor]]:
         """`fn`'s output as one list of tensors per part, each fitting the target, or a ValueError (R1)."""
         parts = self.join.parts
+        if parts == 1 and structure is None and isinstance(out, Tensor):  # as below, for what is common
+            into = target[0]
+            if out.shape == into.shape and (out.dtype is into.dtype or _can_cast(out.dtype, into.dtype)):
+                return [[out]]
         if parts > 1 and not (isinstance(out, (tuple, list)) and len(out) == parts):
             raise ValueError(
                 f"{self.label(index)}: {type(self.join).__name__} needs {parts} parts, fn returned {_shown(out)}"
@@ -123,12 +127,12 @@ class Step:
 
     def call(self, sources: list[list[Tensor]], target: list[Tensor]) -> list[list[Tensor]]:
         """`fn` on the sources; what it returns, part by part, fits the target (R1). The sources are unchanged (R8)."""
-        # While torch.compile or torch.export traces, versions cannot be read.
-        watched = [] if torch.compiler.is_compiling() else [leaf for leaves in sources for leaf in leaves]
-        before = versions(watched)
         streams = [
             unflatten(leaves, self.structures[name]) for name, leaves in zip(self.update.sources, sources, strict=True)
         ]
+        # While torch.compile or torch.export traces, versions cannot be read.
+        watched = [] if torch.compiler.is_compiling() else [leaf for leaves in sources for leaf in leaves]
+        before = versions(watched)
         out = self.fn(*streams, **self.update.kwargs)
         if versions(watched) != before:
             raise RuntimeError(
@@ -149,6 +153,10 @@ class Step:
         return self._joined(self.update.join.invert, target, parts)
 
     def _joined(self, join: Callable[..., Tensor], target: list[Tensor], parts: list[list[Tensor]]) -> list[Tensor]:
+        if len(target) == len(parts) == 1:
+            leaf = target[0]
+            new = join(leaf, parts[0][0])
+            return [new if new.dtype is leaf.dtype else new.to(leaf.dtype)]
         joined = []
         for leaf, *out in zip(target, *parts, strict=True):
             new = join(leaf, *out)
