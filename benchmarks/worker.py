@@ -22,6 +22,7 @@ from typing import Any
 
 MARK = "retrograd-bench: "
 WRONG_ABOVE = 0.005  # relative error of all weights' gradients together, and of the loss
+ROUNDS = 3  # in which a contender and what it is compared with run in turn
 WRONG_TENSOR_ABOVE = 0.2  # the same for the worst single tensor, which bf16 rounding alone can move by 0.01
 
 
@@ -260,12 +261,13 @@ def run(bench: Bench, step: Step, base: int, whole: bool) -> dict[str, Any]:
     step()  # after a profiler, one more to settle
     compared = CONTENDERS[bench.contender.time_of]
     if whole and compared is not bench.contender and not bench.contender.compiled:
-        # Other work on the machine comes and goes: a step of each in turn.
+        # Other work on the machine comes and goes, so they run in turn: a few steps of each, since the first after the
+        # other's finds memory and caches as the other left them.
         beside, seconds, of_other = bench.step(compared, around=False), [], []
-        for _ in range(configuration.steps + 1):
-            of_other += timed(beside, device, 0, 1, "step of what it is compared with")
-            seconds += timed(step, device, 0, 1, "step")
-        result |= in_milliseconds("step", seconds[1:]) | in_milliseconds("beside", of_other[1:])
+        for _ in range(ROUNDS):
+            of_other += timed(beside, device, 1, -(-configuration.steps // ROUNDS), "step of what it is compared with")
+            seconds += timed(step, device, 1, -(-configuration.steps // ROUNDS), "step")
+        result |= in_milliseconds("step", seconds) | in_milliseconds("beside", of_other)
     else:
         result |= in_milliseconds("step", timed(step, device, 0, configuration.steps, "step"))
     if bench.contender.around is not None:  # launched without waiting, as in training: the host works ahead

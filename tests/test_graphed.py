@@ -24,11 +24,21 @@ def test_bad_arguments():
         rg.graphed(lambda: None, warmup=0)
 
 
-def test_what_works_on_the_host_is_refused():
-    class Still:
-        def get_offset(self) -> int:
-            return 0
+class Still:
+    """A generator on a device that is not there."""
 
+    def get_offset(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("fn", [nn.Tanh(), torch.tanh])
+def test_a_rehearsal_notes_every_call(fn):
+    with under_way(rehearsal := Rehearsal(Still())):  # type: ignore[arg-type]
+        rg.run([rg.Update("a", fn, "b"), rg.Update("b", fn, "a")], {"a": torch.randn(2), "b": torch.randn(2)})
+    assert rehearsal.offsets == [None, None]
+
+
+def test_what_works_on_the_host_is_refused():
     net = rg.ReversibleSequence([(nn.Tanh(), nn.Tanh())], policy=rg.Offload())
     with under_way(Rehearsal(Still())):  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match=r"Offload.*cannot be captured"):

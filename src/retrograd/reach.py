@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
-import operator
 import types
 import weakref
 from collections import deque
@@ -16,17 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from .bindings import MISSING, Binding, Cell, training_flag
 
 _SIMPLE = (type(None), str, bytes, int, float, complex, type, types.ModuleType, types.BuiltinFunctionType, torch.dtype)
-_PLAIN = frozenset({*_SIMPLE, bool})  # the same by exact type, which is found faster
+PLAIN = frozenset({*_SIMPLE, bool})  # the same by exact type, which is found faster
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MARKS = frozenset({type(None), bool, int, float, str})
 _PROXIES = (*weakref.ProxyTypes,)
-_REGISTRIES = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})
-_CORE = ("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+REGISTRIES = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})
 _FAR = 1 << 30
 _FEW = 64  # in a longer dict, what is bound anew is not put back
 _MANY = 4096  # a longer container is data; looking through more than that at each call would take too long
@@ -70,7 +67,7 @@ class Reached:
             self.look([*module._forward_hooks.values(), *module._forward_pre_hooks.values()], 3)
         if not of_torch(kind := type(module)):
             self._attributes(module, own)
-            self._names(_named_by(kind, "forward"))
+            self._names(named_by(kind, "forward"))
         if children := module._modules:
             if type(children) is dict:
                 self.variables += [(children, name, child) for name, child in children.items()]
@@ -83,7 +80,7 @@ class Reached:
         near is seen."""
         tensors = bool(module._buffers)
         for name, value in module.__dict__.items():
-            if type(value) in _PLAIN or name in _REGISTRIES:
+            if type(value) in PLAIN or name in REGISTRIES:
                 continue
             with contextlib.suppress(Exception):  # what cannot be looked at, as a dead proxy, shows nothing
                 if isinstance(value, Tensor):
@@ -149,7 +146,7 @@ class Reached:
                 if any(isinstance(each, kinds) for each in entries.values()) and not _holds_graph(entries):
                     self._entries(entries, kinds)
             for inner in _held_by(value):
-                if type(inner) not in _PLAIN:
+                if type(inner) not in PLAIN:
                     with contextlib.suppress(Exception):
                         self.look(inner, depth - 1)
 
@@ -181,94 +178,8 @@ def reach(fn: Any, kwargs: Mapping[str, Any]) -> Reached:
     else:
         reached.look(fn, 5)
         if not isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
-            reached._names(_named_by(type(fn), "__call__"))
+            reached._names(named_by(type(fn), "__call__"))
     return reached
-
-
-class Known:
-    """What a plain module uses, to be found again by a look whether anything has changed.
-
-    Plain is a module with nothing but parameters, submodules that are plain, and attributes and globals that are
-    numbers, words and the like: no buffers, hooks, or tensors of its own. Most networks are.
-    """
-
-    __slots__ = (
-        "below",
-        "weights",
-        "members",
-        "variables",
-        "held",
-        "_where",
-        "_names",
-        "_values",
-        "_sized",
-        "_sizes",
-        "_hooks",
-        "_bound",
-    )
-
-    def __init__(self, reached: Reached, entries: list[Binding]) -> None:
-        # Not the module itself: whoever knows it would keep it alive.
-        self.below, self.weights = reached.modules[1:], reached.weights
-        self.members, self.variables = reached.members, reached.variables
-        self.held = self.members + self.variables
-        self._where, self._names, self._values = map(list, zip(*self.held, *entries, strict=True))
-        self._sized = [d for m in reached.modules for d in (vars(m), m._parameters, m._buffers, m._modules)]
-        self._sizes = [*map(len, self._sized)]
-        self._hooks = [d for m in reached.modules for d in (m._forward_hooks, m._forward_pre_hooks)]
-        self._bound = [*map(list, zip(*self.held, strict=True))]
-
-    def holds(self) -> bool:
-        """Whether everything is as it was found."""
-        return (
-            all(map(operator.is_, map(dict.get, self._where, self._names), self._values))
-            and [*map(len, self._sized)] == self._sizes
-            and not any(self._hooks)
-        )
-
-    def bound(self) -> bool:
-        """Whether all names are bound as they were, and there are still no hooks."""
-        where, names, values = self._bound
-        return all(map(operator.is_, map(dict.get, where, names), values)) and not any(self._hooks)
-
-
-_known: dict[int, tuple[weakref.ref[nn.Module], Known]] = {}
-
-
-def known(fn: Any) -> Known | None:
-    """What a plain module uses; None for all else."""
-    entry = _known.get(id(fn))
-    if entry is not None and entry[0]() is fn and entry[1].holds():
-        return entry[1]
-    if not isinstance(fn, nn.Module) or (entries := _plain(fn)) is None:
-        return None
-    key = id(fn)
-    found = Known(reach(fn, {}), entries)
-    _known[key] = weakref.ref(fn, lambda gone: _known.pop(key, None) if _known[key][0] is gone else None), found
-    return found
-
-
-def _plain(fn: nn.Module) -> list[Binding] | None:
-    """Where the entries stand that make a module plain, and what they are; None if it is not."""
-    entries: list[Binding] = []
-    for module in fn.modules():
-        mine, kind = vars(module), type(module)
-        if isinstance(module, (LazyModuleMixin, torch.jit.ScriptModule)) or "forward" in mine or module._buffers:
-            return None
-        if module._forward_hooks or module._forward_pre_hooks:
-            return None
-        if any(weight is not None and type(weight) is not nn.Parameter for weight in module._parameters.values()):
-            return None
-        entries += [(mine, name, mine[name]) for name in _CORE]
-        if of_torch(kind):
-            continue
-        attributes = [(mine, name, value) for name, value in mine.items() if name not in _REGISTRIES]
-        named = [(where, name, where.get(name)) for where, name in _named_by(kind, "forward")]
-        for where, _, value in attributes + named:
-            if type(value) not in _PLAIN or type(where) is not dict:
-                return None
-        entries += attributes + named
-    return entries
 
 
 def _has_dict(value: Any) -> bool:
@@ -332,7 +243,7 @@ def _globals_of(code: types.CodeType) -> tuple[str, ...]:
 
 
 @functools.lru_cache(1024)
-def _named_by(kind: type, method: str) -> tuple[tuple[Any, str], ...]:
+def named_by(kind: type, method: str) -> tuple[tuple[Any, str], ...]:
     """The globals and class attributes that a method names, and what it calls of its class and its package, less what
     can hold nothing. Which names these are is found once for a class; what they are bound to, at each call."""
     found: dict[tuple[int, str], tuple[Any, str]] = {}
@@ -348,7 +259,7 @@ def _named_by(kind: type, method: str) -> tuple[tuple[Any, str], ...]:
             member = getattr(member, "__func__", getattr(member, "fget", member))  # of a class, static, a property
             if isinstance(member, types.FunctionType):
                 functions += [member] if _package(member) not in ("torch", "retrograd") else []
-            elif not callable(member) and type(member) not in _PLAIN:
+            elif not callable(member) and type(member) not in PLAIN:
                 found[id(base), name] = vars(base), name
             continue
         function = functions.pop()

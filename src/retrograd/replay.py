@@ -5,7 +5,7 @@ after it (R3, R4, R7, R9).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -18,7 +18,8 @@ from .buffers import Before
 from .capture import Capture, Rehearsal, current
 from .frames import Remembered, running
 from .joins import JOINS
-from .reach import Known, Reached, known, reach
+from .plain import Known, known
+from .reach import Reached, reach
 from .streams import leaves_of, versions
 from .surroundings import Surroundings, restore, state
 from .update import Update
@@ -65,15 +66,14 @@ class Call:
         """
         update = self.update
         if type(update.join) in JOINS and not update.kwargs and (plain := known(update.fn)) is not None:
-            self.known, self.held = plain, plain.held
+            self.known = plain
             self.read = self.leaves = plain.weights
             self.versions, self.needs = versions(plain.weights), list(map(_needs, plain.weights))
             out = self._first(function, [], states)
             self._refuse_changes_by_fn()
-            if plain.bound():
-                return out, True
-            self.found, self.known = self.modules, None
-            self._bind(plain.members, plain.variables)
+            if not plain.holds():
+                self.found, self.known = self.modules, None
+                self._bind(plain.members, plain.variables)
             return out, True
         return self._forward(reach(update.fn, update.kwargs), function, states)
 
@@ -132,15 +132,16 @@ class Call:
         before = (states or surroundings.states()) + [state(generator) for generator in own]
         out = running(self.index, self.update, function, self.remembered, generators)
         after = surroundings.states() + [state(generator) for generator in own]
-        if before == after:  # one note, and one state, for all calls that leave them alone
-            states[:] = before[: len(surroundings.generators)]
-            self.random = surroundings.stood(before) if not own else [*zip(generators, before, repeat(None))]
-            return out
-        states[:] = after[: len(surroundings.generators)]
-        self.random = [
-            (generator, then, None if then == now else hash(now))
-            for generator, then, now in zip(generators, before, after, strict=True)
-        ]
+        if before == after and not own:  # one note for all calls that leave them alone
+            states[:], self.random = before, surroundings.stood(before)
+        else:
+            # One state for those that leave a generator alone: 5 KB each on a CPU.
+            after = [then if then == now else now for then, now in zip(before, after, strict=True)]
+            states[:] = after[: len(surroundings.generators)]
+            self.random = [
+                (generator, then, None if then is now else hash(now))
+                for generator, then, now in zip(generators, before, after, strict=True)
+            ]
         if isinstance(recording, Rehearsal):
             drawn = [(generator, then) for generator, then, whither in self.random if whither is not None]
             recording.note(self.update.label(self.index), drawn)
@@ -186,7 +187,7 @@ class Call:
         """Whether anything must be put back that the forward saw otherwise."""
         if list(map(_needs, self.leaves)) != self.needs:
             return True
-        return True if self.known is None else not self.known.bound()
+        return self.known is None or not self.known.holds()
 
     def _replay_as_it_was(self, function: Callable[[], T], drawn: list[tuple[Any, Any, int | None, Any]]) -> T:
         """The replay, with all that `fn` depended on put back, and put back again after it."""
@@ -197,12 +198,12 @@ class Call:
         try:
             for tensor in frozen:
                 tensor.requires_grad_(not tensor.requires_grad)
+            for where, name, then in self._bindings():
+                if where.get(name, MISSING) is not then:  # another than in the forward: functional_call
+                    exchange(where, name, then, swapped)
             for module, hooks in zip(modules, hooks_then):  # noqa: B905
                 if hooks is not None or module._forward_hooks or module._forward_pre_hooks:
                     exchange_hooks(module, hooks, swapped)
-            for where, name, then in self.held:
-                if where.get(name, MISSING) is not then:  # another than in the forward: functional_call
-                    exchange(where, name, then, swapped)
             for module, copies in self.moved:
                 for name, copy in copies.items():
                     exchange(module._buffers, name, None if copy is None else copy.clone(), swapped)
@@ -238,6 +239,10 @@ class Call:
         if (answer := stood.get(id(then))) is None:
             answer = stood[id(then)] = state(generator) == then
         return not answer
+
+    def _bindings(self) -> Iterable[Binding]:
+        """What the names were bound to that `fn` can be seen to use."""
+        return self.held if self.known is None else self.known.bindings()
 
     def shown_changed(self) -> bool:
         """Whether a weight that `fn` shows, and perhaps reads, has changed in place."""
@@ -294,7 +299,7 @@ class Call:
         for key, value in self.update.kwargs.items():
             if any(leaf is tensor or _same_memory(leaf, tensor) for leaf in leaves_of(value, Tensor)):
                 return f"its keyword {key!r}"
-        for where, name, member in self.held:
+        for where, name, member in self._bindings():
             if member is tensor:
                 for module in self.modules:
                     for kind, members in (("parameter", module._parameters), ("buffer", module._buffers)):

@@ -21,9 +21,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from .alarms import DriftWatch, RangeAlarms, settle_drifts
 from .auto import Learned
-from .entry import Entry, Flat, Saved, Slot, Storing, UntilEnough
+from .entry import Entry, Flat, Slot
 from .joins import JOINS
 from .policies import Reverse
+from .saved import Saved, Storing, UntilEnough
 from .streams import dense, version
 from .surroundings import Surroundings, transformed
 from .update import Step
@@ -96,13 +97,10 @@ class Tape:
 
     def serve(self, position: int, slot: int) -> Tensor:
         """The saved tensor that autograd asks for. It is released as it is taken."""
-        try:
-            saved = self.passes[_current_pass()].captured[position]
-            tensor = saved.tensors[slot]
-        except KeyError:
-            tensor = None
-        if tensor is None:
-            reversal = self.passes.get(_current_pass())
+        reversal = self.passes.get(_current_pass())
+        saved = None if reversal is None else reversal.captured.get(position)
+        tensor = None if saved is None else saved.tensors[slot]
+        if saved is None or tensor is None:
             entry = self.entries[position]
             if reversal is None and entry.live is not None:
                 entry.differentiates = True

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .joins import Add, ExactAdd, Join
+from .joins import JOINS, Add, ExactAdd, Join
 from .policies import Keep, Offload, Policy, Reverse
 from .streams import Structure, Tensor, flatten_like, unflatten, versions
 
@@ -50,7 +50,7 @@ class Update:
             object.__setattr__(
                 self, "sources", (self.sources,) if isinstance(self.sources, str) else tuple(self.sources)
             )
-        if not isinstance(self.kwargs, Mapping):
+        if type(self.kwargs) is not dict and not isinstance(self.kwargs, Mapping):
             raise TypeError(f"{self}: kwargs must be a dict of keyword arguments for fn, not {self.kwargs!r}")
         object.__setattr__(self, "kwargs", dict(self.kwargs))  # the caller's may change before the replay
         if not isinstance(self.target, str) or not all(isinstance(source, str) for source in self.sources):
@@ -62,7 +62,7 @@ class Update:
             )
         if not callable(self.fn):
             raise TypeError(f"{self}: fn must be callable")
-        if not isinstance(self.join, Join):
+        if type(self.join) not in JOINS and not isinstance(self.join, Join):
             raise TypeError(f"{self}: join must be a Join such as Add(), not {self.join!r}")
         if self.policy is not None and not isinstance(self.policy, (Reverse, Keep, Offload)):
             raise TypeError(f"{self}: policy must be one that an update can have, such as Keep(), not {self.policy!r}")

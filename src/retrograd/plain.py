@@ -1,0 +1,128 @@
+"""Plain modules: what a call of one uses is known from the call before, and only looked over.
+
+Most networks are plain: parameters, submodules that are plain too, and numbers and words beside them. To search them
+anew at each call (reach.py) takes the host longer than a kernel; to see that nothing has changed does not.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from .bindings import MISSING, Binding
+from .reach import PLAIN, REGISTRIES, Reached, named_by, of_torch, reach
+
+_CORE = frozenset({"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"})
+
+
+class Known:
+    """What a plain module uses, to be found again by a look whether anything has changed.
+
+    Plain is a module with nothing but parameters, submodules that are plain, and attributes and globals that are
+    numbers, words and the like: no buffers, hooks, or tensors of its own. Most networks are.
+    """
+
+    __slots__ = (
+        "below",
+        "weights",
+        "members",
+        "variables",
+        "_where",
+        "_names",
+        "_values",
+        "_dicts",
+        "_sizes",
+        "_hooks",
+    )
+
+    def __init__(self, reached: Reached, entries: list[Binding]) -> None:
+        # Not the module itself: whoever knows it would keep it alive.
+        self.below, self.weights = reached.modules[1:], reached.weights
+        self.members, self.variables = reached.members, reached.variables + entries
+        self._where, self._names, self._values = map(list, zip(*self.members, *self.variables, strict=True))
+        self._dicts = [d for m in reached.modules for d in (vars(m), m._parameters, m._buffers, m._modules)]
+        self._sizes = [*map(len, self._dicts)]
+        self._hooks = [d for m in reached.modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+
+    def holds(self) -> bool:
+        """Whether everything is as it was found."""
+        return (
+            all(map(operator.is_, map(dict.get, self._where, self._names), self._values))
+            and [*map(len, self._dicts)] == self._sizes
+            and not any(self._hooks)
+        )
+
+    def bindings(self) -> Iterator[Binding]:
+        """What every name was bound to, also those that have come since."""
+        yield from zip(self._where, self._names, self._values, strict=True)
+        for names, size in zip(self._dicts, self._sizes, strict=True):
+            for name in reversed([*names][size:]):  # put back, they are in the order in which they came
+                yield names, name, MISSING
+
+
+_known: dict[int, tuple[weakref.ref[nn.Module], Known | None]] = {}
+
+
+def known(fn: Any) -> Known | None:
+    """What a plain module uses; None for all else."""
+    entry = _known.get(id(fn))
+    if entry is not None and entry[0]() is fn:
+        if entry[1] is None or entry[1].holds():
+            return entry[1]
+    elif not isinstance(fn, nn.Module):
+        return None
+    entries = _plain(fn)
+    if entries is not None and any(map(_is_disturbed, fn.modules())):
+        return None  # at this call
+    found = None if entries is None else Known(reach(fn, {}), entries)
+    key = id(fn)
+
+    def forget(gone: weakref.ref[nn.Module]) -> None:
+        if key in _known and _known[key][0] is gone:
+            del _known[key]
+
+    _known[key] = weakref.ref(fn, forget), found
+    return found
+
+
+def _is_disturbed(module: nn.Module) -> bool:
+    """Whether there is something on a plain module that may go again: hooks, or tensors in place of its parameters."""
+    return (
+        bool(module._forward_hooks or module._forward_pre_hooks)
+        or "forward" in vars(module)
+        or any(weight is not None and type(weight) is not nn.Parameter for weight in module._parameters.values())
+    )
+
+
+def _plain(fn: nn.Module) -> list[Binding] | None:
+    """Where the entries stand that make a module plain, and what they are; None if it is not."""
+    entries: list[Binding] = []
+    for module in fn.modules():
+        mine, kind = vars(module), type(module)
+        if not mine.keys() >= _CORE or module._buffers or isinstance(module, LazyModuleMixin):  # no keys: TorchScript
+            return None
+        entries += [(mine, name, mine[name]) for name in _CORE]
+        if of_torch(kind):
+            continue
+        attributes = [(mine, name, value) for name, value in mine.items() if name not in REGISTRIES]
+        named = [(where, name, where.get(name)) for where, name in named_by(kind, "forward")]
+        for where, name, value in attributes + named:
+            if name != "forward" and not (type(where) is dict and _means_itself(value)):
+                return None
+        entries += attributes + named
+    return entries
+
+
+def _means_itself(value: Any) -> bool:
+    """A number, a word, a function of torch, or a tuple of these: nothing that leads to tensors or can change."""
+    if type(value) is tuple:
+        return all(map(_means_itself, value))
+    if type(value) is types.FunctionType:
+        return (value.__module__ or "").split(".")[0] == "torch"
+    return type(value) in PLAIN
