@@ -46,7 +46,7 @@ CHANGES = {
     "a function with a closure": lambda m: setattr(m, "act", lambda x: x * m.scale),
     "a hook": lambda m: m.first.register_forward_hook(lambda module, args, out: out * 2),
     "a hook before": lambda m: m.second.register_forward_pre_hook(lambda module, args: None),
-    "a buffer": lambda m: m.second[0].register_buffer("count", torch.zeros(())),
+    "a buffer": lambda m: m.register_buffer("count", torch.zeros(())),
     "another forward": lambda m: setattr(m.first, "forward", types.MethodType(lambda self, x: x, m.first)),
     "other registries": lambda m: m.first.__dict__.update(_parameters=dict(m.first._parameters)),
 }

@@ -56,6 +56,7 @@ class Entry:
         "bases",
         "saving",
         "storing",
+        "native",
         "outputs",
         "live",
         "differentiates",
@@ -68,7 +69,8 @@ class Entry:
         save = policy.save
         self.saving = create_selective_checkpoint_contexts(list(save)) if type(save) is tuple and save else None
         self.storing = save == "output"
-        self.outputs: Callable[[], Outputs | None] = _no_outputs  # as long as the graph holds them
+        self.native = type(step.update.join) in JOINS
+        self.outputs: Callable[[], Outputs | None] | None = None  # as long as the graph holds them
         self.live: Saved | None = None  # while fn runs: it may differentiate inside,
         self.differentiates = False  # and did
         # What was saved and returned, if the update cannot be replayed.
@@ -92,9 +94,13 @@ class Entry:
         watch = None if learned is None else self._watch(learned)
         try:
             with saved_tensors_hooks(saved.pack, unpack):
-                parts, replayable = self.call.forward(self._function(sources, target, 0), states)
+                function = functools.partial(step.call, sources, target)
+                parts, replayable = self.call.forward(
+                    function if self.saving is None else _inside(self.saving[0], function), states
+                )
                 self.fn_slots = len(saved.tensors)
-                flat[update.target] = self._laid_out(step.join(target, parts, alarms), target)
+                joined = step.join(target, parts, alarms)
+                flat[update.target] = joined if self.native else self._laid_out(joined, target)
             tensors: list[Tensor] = saved.tensors  # type: ignore[assignment]
             slots = list(map(_slot, tensors))
             same = known.setdefault(len(slots), slots)
@@ -135,7 +141,7 @@ class Entry:
             (kept, parts), saved = self.kept, Saved()
             saved.tensors, saved.versions = kept.tensors.copy(), kept.versions
             return saved, target if undone else self._unjoined(target, parts)
-        outputs = self.outputs()
+        outputs = None if self.outputs is None else self.outputs()
         # A weight that fn may read has changed: whether it does shows at its end.
         whole = outputs is None or not outputs.unchanged() or self.call.shown_changed()
         saved = Saved() if whole else UntilEnough(self.fn_slots)
@@ -147,7 +153,10 @@ class Entry:
         def again() -> list[Tensor]:
             with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
                 try:
-                    parts = self.call.replay(self._function(sources, target, 1), stood)
+                    function = functools.partial(step.call, sources, target)
+                    parts = self.call.replay(
+                        function if self.saving is None else _inside(self.saving[1], function), stood
+                    )
                 except Enough as enough:
                     if enough.args[0] is not saved:
                         raise
@@ -179,18 +188,12 @@ class Entry:
         raise RuntimeError(f"{self} is not deterministic: it differentiates inside its replay, not in its forward")
 
     def _unjoined(self, target: list[Tensor], parts: list[list[Tensor]]) -> list[Tensor]:
-        return self._laid_out(self.step.unjoin(target, parts), target)
+        before = self.step.unjoin(target, parts)
+        return before if self.native else self._laid_out(before, target)
 
     def _laid_out(self, joined: list[Tensor], target: list[Tensor]) -> list[Tensor]:
         """A stream keeps its layout: an operator may save other shapes of a tensor that lies otherwise in memory."""
-        if type(self.step.update.join) in JOINS:
-            return joined
         return [laid_out(leaf, model) for leaf, model in zip(joined, target, strict=True)]
-
-    def _function(self, sources: list[list[Tensor]], target: list[Tensor], context: int) -> Callable[[], Any]:
-        """`fn`, with the outputs of the operators that the policy saves stored (context 0) or taken from there (1)."""
-        call = functools.partial(self.step.call, sources, target)
-        return call if self.saving is None else functools.partial(_inside, self.saving[context], call)
 
     def _verify(self, saved: Saved, streams: Flat, counted: bool) -> None:
         """R7: the replay saved what the forward saved, and what both found there has not changed since."""
@@ -236,10 +239,6 @@ class Entry:
         return self.step.update.label(self.step.index)
 
 
-def _no_outputs() -> None:
-    return None
-
-
 def _share(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors lie in one memory."""
     return a.layout is b.layout is torch.strided and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
@@ -250,9 +249,14 @@ def _base(tensor: Tensor) -> Tensor:
     return tensor if (base := tensor._base) is None else base
 
 
-def _inside(context: AbstractContextManager[Any], function: Callable[[], T]) -> T:
-    with context:
-        return function()
+def _inside(context: AbstractContextManager[Any], function: Callable[[], T]) -> functools.partial[T]:
+    """`function`, with the outputs of the operators that a policy saves stored there, or taken from there."""
+
+    def inside() -> T:
+        with context:
+            return function()
+
+    return functools.partial(inside)
 
 
 def fresh(leaves: list[Tensor], needs: list[bool]) -> list[Tensor]:

@@ -18,7 +18,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .bindings import MISSING, Binding
 from .reach import PLAIN, REGISTRIES, Reached, named_by, of_torch, reach
 
-_CORE = frozenset({"training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"})
+_CORE = ("training", "_parameters", "_forward_hooks", "_forward_pre_hooks")
+_INNER = ("_buffers", "_modules")  # nothing that comes into these changes what a layer of torch computes
 
 
 class Known:
@@ -46,7 +47,8 @@ class Known:
         self.below, self.weights = reached.modules[1:], reached.weights
         self.members, self.variables = reached.members, reached.variables + entries
         self._where, self._names, self._values = map(list, zip(*self.members, *self.variables, strict=True))
-        self._dicts = [d for m in reached.modules for d in (vars(m), m._parameters, m._buffers, m._modules)]
+        self._dicts = [d for m in reached.modules for d in (vars(m), m._parameters)]
+        self._dicts += [d for m in reached.modules if not _is_layer(m) for d in (m._buffers, m._modules)]
         self._sizes = [*map(len, self._dicts)]
         self._hooks = [d for m in reached.modules for d in (m._forward_hooks, m._forward_pre_hooks)]
 
@@ -105,9 +107,12 @@ def _plain(fn: nn.Module) -> list[Binding] | None:
     entries: list[Binding] = []
     for module in fn.modules():
         mine, kind = vars(module), type(module)
-        if not mine.keys() >= _CORE or module._buffers or isinstance(module, LazyModuleMixin):  # no keys: TorchScript
+        if "training" not in mine or module._buffers or isinstance(module, LazyModuleMixin):  # not there: TorchScript
             return None
         entries += [(mine, name, mine[name]) for name in _CORE]
+        if _is_layer(module):
+            continue
+        entries += [(mine, name, mine[name]) for name in _INNER]
         if of_torch(kind):
             continue
         attributes = [(mine, name, value) for name, value in mine.items() if name not in REGISTRIES]
@@ -117,6 +122,11 @@ def _plain(fn: nn.Module) -> list[Binding] | None:
                 return None
         entries += attributes + named
     return entries
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """One of torch's own, without submodules."""
+    return not module._modules and of_torch(type(module))
 
 
 def _means_itself(value: Any) -> bool:

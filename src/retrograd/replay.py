@@ -70,7 +70,8 @@ class Call:
             self.read = self.leaves = plain.weights
             self.versions, self.needs = versions(plain.weights), list(map(_needs, plain.weights))
             out = self._first(function, [], states)
-            self._refuse_changes_by_fn()
+            if versions(plain.weights) != self.versions:
+                self._refuse_changes_by_fn()
             if not plain.holds():
                 self.found, self.known = self.modules, None
                 self._bind(plain.members, plain.variables)
@@ -129,9 +130,9 @@ class Call:
             out = running(self.index, self.update, function, self.remembered, generators)
             self.twin = recording.twin()
             return out
-        before = (states or surroundings.states()) + [state(generator) for generator in own]
+        before = (states or surroundings.states()) + list(map(state, own))
         out = running(self.index, self.update, function, self.remembered, generators)
-        after = surroundings.states() + [state(generator) for generator in own]
+        after = surroundings.states() + list(map(state, own))
         if before == after and not own:  # one note for all calls that leave them alone
             states[:], self.random = before, surroundings.stood(before)
         else:
@@ -169,17 +170,17 @@ class Call:
         Called where the surroundings are those of the forward.
         """
         stood = {} if stood is None else stood
-        if (changed := self._changed()) is not None:
+        if versions(self.read) != self.versions:
             raise RuntimeError(
-                f"{self.update.label(self.index)}: {changed} was changed in place between forward and backward; "
-                "change it after the backward, or give this update policy=Keep()"
+                f"{self.update.label(self.index)}: {self._changed()} was changed in place between forward and "
+                "backward; change it after the backward, or give this update policy=Keep()"
             )
         drawn = [(*each, state(each[0])) for each in self.random if each[2] is not None or self._elsewhere(each, stood)]
         if drawn or self.twin or self._differs():
             out = self._replay_as_it_was(function, drawn)
         else:
             out = running(self.index, self.update, function, self.remembered, (), replaying=True)
-        if self.shown_changed():
+        if self.shown and self.shown_changed():
             self._refuse_changed(out)
         return out
 

@@ -5,8 +5,10 @@ attention backends that may be chosen, the default dtype and device, the random 
 from __future__ import annotations
 
 import ctypes
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import repeat
 from typing import TypeVar
 
 import torch
@@ -22,7 +24,7 @@ State = bytes | tuple[int, int]
 class Surroundings:
     """What surrounds a program while it runs forward."""
 
-    __slots__ = ("kinds", "modes", "generators", "_stood")
+    __slots__ = ("kinds", "modes", "generators", "_states", "_stood")
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         devices = set(devices)
@@ -30,16 +32,17 @@ class Surroundings:
         self.kinds = sorted(kind for kind in kinds if torch.amp.is_autocast_available(kind))
         self.modes = _modes(self.kinds)
         self.generators = default_generators(devices)
+        self._states: list[State] = []
         self._stood: list[tuple[torch.Generator, State, None]] = []
 
     def states(self) -> list[State]:
         """Where the generators are."""
-        return [state(generator) for generator in self.generators]
+        return list(map(state, self.generators))
 
     def stood(self, states: list[State]) -> list[tuple[torch.Generator, State, None]]:
         """The generators, each at a state that it did not leave: the same list for the same states."""
-        if not self._stood or any(noted is not state for (_, noted, _), state in zip(self._stood, states, strict=True)):
-            self._stood = [(generator, state, None) for generator, state in zip(self.generators, states, strict=True)]
+        if not self._stood or not all(map(operator.is_, self._states, states)):
+            self._states, self._stood = states, [*zip(self.generators, states, repeat(None))]
         return self._stood
 
     def run(self, function: Callable[[], T]) -> T:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,8 +54,11 @@ class Update:
         if type(self.kwargs) is not dict and not isinstance(self.kwargs, Mapping):
             raise TypeError(f"{self}: kwargs must be a dict of keyword arguments for fn, not {self.kwargs!r}")
         object.__setattr__(self, "kwargs", dict(self.kwargs))  # the caller's may change before the replay
-        if not isinstance(self.target, str) or not all(isinstance(source, str) for source in self.sources):
-            raise TypeError(f"{self}: target and sources are names of streams, not {self.target!r}, {self.sources!r}")
+        for name in (self.target, *self.sources):
+            if not isinstance(name, str):
+                raise TypeError(
+                    f"{self}: target and sources are names of streams, not {self.target!r}, {self.sources!r}"
+                )
         if self.target in self.sources:
             raise ValueError(
                 f"{self}: the target is among the sources {self.sources}, so the update could not be undone; "
@@ -120,18 +124,20 @@ class Update:
 class Step:
     """An update at its place in a program, on streams as flat lists of tensors."""
 
-    __slots__ = ("index", "update", "fn", "structures")
+    __slots__ = ("index", "update", "fn", "structures", "tensors")
 
     def __init__(self, index: int, update: Update, fn: Callable[..., Any], structures: dict[str, Structure]) -> None:
         self.index, self.update, self.fn, self.structures = index, update, fn, structures
+        self.tensors = not any(map(structures.get, update.sources))  # no trees among its sources
 
     def call(self, sources: list[list[Tensor]], target: list[Tensor]) -> list[list[Tensor]]:
         """`fn` on the sources; what it returns, part by part, fits the target (R1). The sources are unchanged (R8)."""
-        streams = [
-            unflatten(leaves, self.structures[name]) for name, leaves in zip(self.update.sources, sources, strict=True)
-        ]
+        leaves = [*chain.from_iterable(sources)]
+        streams = (
+            leaves if self.tensors else list(map(unflatten, sources, map(self.structures.get, self.update.sources)))
+        )
         # While torch.compile or torch.export traces, versions cannot be read.
-        watched = [] if torch.compiler.is_compiling() else [leaf for leaves in sources for leaf in leaves]
+        watched = [] if torch.compiler.is_compiling() else leaves
         before = versions(watched)
         out = self.fn(*streams, **self.update.kwargs)
         if versions(watched) != before:
@@ -140,6 +146,10 @@ class Step:
                 "stay as they are: use the out-of-place operation (inplace=False), or clone the input in fn"
             )
         return self.update.parts(self.index, out, target, self.structures[self.update.target])
+
+    def _streams(self, sources: list[list[Tensor]]) -> list[Any]:
+        names = self.update.sources
+        return [unflatten(leaves, self.structures[name]) for name, leaves in zip(names, sources, strict=True)]
 
     def join(self, target: list[Tensor], parts: list[list[Tensor]], alarms: RangeAlarms | None = None) -> list[Tensor]:
         join = self.update.join
