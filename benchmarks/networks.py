@@ -13,18 +13,18 @@ Blocks = list[tuple[nn.Module, nn.Module]]
 
 
 class Attention(nn.Module):
-    """Pre-norm causal self-attention with heads of 64."""
+    """Pre-norm causal self-attention."""
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float = 0.0, head: int = HEAD) -> None:
         super().__init__()
-        self.dropout = dropout
+        self.dropout, self.head = dropout, head
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, d = x.shape
-        q, k, v = self.qkv(self.norm(x)).view(b, n, 3, d // HEAD, HEAD).permute(2, 0, 3, 1, 4)  # (B, H, N, 64) each
+        q, k, v = self.qkv(self.norm(x)).view(b, n, 3, -1, self.head).permute(2, 0, 3, 1, 4)  # (B, H, N, head) each
         out = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, n, d))
         return F.dropout(out, self.dropout) if self.dropout else out
 
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Pre-norm feed-forward network, four times as wide inside."""
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.dropout = dropout
         self.norm = nn.LayerNorm(width)
@@ -44,12 +44,12 @@ class FeedForward(nn.Module):
         return F.dropout(out, self.dropout) if self.dropout else out
 
 
-def make_blocks(configuration: Configuration, device: torch.device, seed: int) -> Blocks:
+def make_blocks(configuration: Configuration, device: torch.device, seed: int, head: int = HEAD) -> Blocks:
     """The pairs (f, g), with gradients allocated: the same weights for the same seed and device."""
     torch.manual_seed(seed)
     size = configuration.width, configuration.dropout
     with device:
-        blocks = [(Attention(*size), FeedForward(*size)) for _ in range(configuration.blocks)]
+        blocks = [(Attention(*size, head), FeedForward(*size)) for _ in range(configuration.blocks)]
     for parameter in parameters(blocks):
         parameter.grad = torch.zeros_like(parameter)
     return blocks
