@@ -23,20 +23,21 @@ class Plain(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4, bias=False))
         self.scale, self.shape, self.name, self.mask = 0.5, (1, 4), "plain", None
-        self.act, self.also = functional.relu, torch.tanh
+        self.act, self.also, self.more = functional.relu, torch.tanh, nn.Sequential()
 
     def forward(self, b: Tensor) -> Tensor:
         out = self.act(self.first(b)) * self.scale * FACTOR
-        return self.second(out if self.mask is None else out * self.mask)
+        return self.more(self.second(out if self.mask is None else out * self.mask))
 
 
 CHANGES = {
     "a parameter": lambda m: setattr(m.first, "weight", nn.Parameter(torch.eye(4))),
     "a parameter gone": lambda m: setattr(m.first, "bias", None),
-    "a parameter more": lambda m: m.register_parameter("more", nn.Parameter(torch.ones(1))),
+    "a parameter more": lambda m: m.register_parameter("another", nn.Parameter(torch.ones(1))),
     "a submodule": lambda m: setattr(m, "first", nn.Linear(4, 4)),
     "a submodule of a submodule": lambda m: m.second.__setitem__(1, nn.Linear(4, 4)),
     "a submodule more": lambda m: m.second.append(nn.Tanh()),
+    "a submodule where there was none": lambda m: m.more.append(nn.Tanh()),
     "the mode": lambda m: m.eval(),
     "the mode of a submodule": lambda m: m.second[0].eval(),
     "an attribute": lambda m: setattr(m, "scale", 0.25),
@@ -57,7 +58,7 @@ def test_it_is_found_once() -> None:
     found = known(module)
     assert found is not None
     assert known(module) is found
-    assert found.below == [module.first, module.second, *module.second]
+    assert found.below == [module.first, module.second, *module.second, module.more]
     assert found.weights == list(module.parameters())
     assert known(copy.deepcopy(module)) is not found
 

@@ -83,9 +83,9 @@ class Entry:
         states: list[Any],
         alarms: RangeAlarms | None,
         learned: Learned | None,
-        known: dict[int, list[Slot]],
+        alike: dict[int, list[Slot]],
     ) -> None:
-        """The update, inside hooks that store slot numbers in place of tensors. `known`: saved by others, by count."""
+        """The update, inside hooks that store slot numbers in place of tensors. `alike`: slots of others, by count."""
         step, update = self.step, self.step.update
         sources, target = [flat[name] for name in update.sources], flat[update.target]
         self.source_grads = [[leaf.requires_grad for leaf in leaves] for leaves in sources]
@@ -94,28 +94,17 @@ class Entry:
         watch = None if learned is None else self._watch(learned)
         try:
             with saved_tensors_hooks(saved.pack, unpack):
-                function = functools.partial(step.call, sources, target)
-                parts, replayable = self.call.forward(
-                    function if self.saving is None else _inside(self.saving[0], function), states
-                )
+                function: Callable[[], Any] = functools.partial(step.call, sources, target)
+                if self.saving is not None:
+                    function = _inside(self.saving[0], function)
+                parts, replayable = self.call.forward(function, states)
                 self.fn_slots = len(saved.tensors)
                 joined = step.join(target, parts, alarms)
                 flat[update.target] = joined if self.native else self._laid_out(joined, target)
             tensors: list[Tensor] = saved.tensors  # type: ignore[assignment]
-            slots = list(map(_slot, tensors))
-            same = known.setdefault(len(slots), slots)
-            self.slots = same if same == slots else slots  # equal ones are one object: there are many
-            ends = list(map(_version, tensors))
-            self.versions = saved.versions
-            self.ends = self.versions if ends == self.versions else ends
-            self.bases = {i: weakref.ref(_base(tensors[i])) for i, v in enumerate(ends) if v} if any(ends) else {}
+            self._note(tensors, saved.versions, alike)
             if learned is not None:
-                key = learned.keys[step.index]
-                if watch is not None:
-                    watch.stop()
-                    learned.took[key] = watch
-                elif learned.learning:
-                    learned.learn(key, tensors, self.call.outside())
+                self._learn(learned, watch, tensors)
             if not replayable:
                 saved.tensors = [tensor if tensor.is_leaf else tensor.detach() for tensor in tensors]
                 self.kept = saved, [[leaf.detach() for leaf in part] for part in parts]
@@ -128,10 +117,27 @@ class Entry:
             if self.kept is None:
                 saved.tensors = []
 
+    def _note(self, tensors: list[Tensor], versions: list[int], alike: dict[int, list[Slot]]) -> None:
+        """What the replay must save too, and what must not change until then."""
+        slots = list(map(_slot, tensors))
+        same = alike.setdefault(len(slots), slots)
+        self.slots = same if same == slots else slots  # equal ones are one object: there are many
+        ends = list(map(_version, tensors))
+        self.versions, self.ends = versions, versions if ends == versions else ends  # as they are saved; at the end
+        self.bases = {i: weakref.ref(_base(tensors[i])) for i, v in enumerate(ends) if v} if any(ends) else {}
+
     def _watch(self, learned: Learned) -> Stopwatch | None:
         """Times the second call of an update: a first one warms up."""
         key = learned.keys[self.step.index]
         return Stopwatch(learned.device) if key in learned.saved and key not in learned.took else None
+
+    def _learn(self, learned: Learned, watch: Stopwatch | None, tensors: list[Tensor]) -> None:
+        key = learned.keys[self.step.index]
+        if watch is not None:
+            watch.stop()
+            learned.took[key] = watch
+        elif learned.learning:
+            learned.learn(key, tensors, self.call.outside())
 
     def replay(self, streams: Flat, stood: dict[int, bool], *, undone: bool = False) -> tuple[Saved, list[Tensor]]:
         """Run `fn` again: what it saves, and the target as it was before the update (`undone`: it is that already)."""
@@ -153,10 +159,10 @@ class Entry:
         def again() -> list[Tensor]:
             with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
                 try:
-                    function = functools.partial(step.call, sources, target)
-                    parts = self.call.replay(
-                        function if self.saving is None else _inside(self.saving[1], function), stood
-                    )
+                    function: Callable[[], Any] = functools.partial(step.call, sources, target)
+                    if self.saving is not None:
+                        function = _inside(self.saving[1], function)
+                    parts = self.call.replay(function, stood)
                 except Enough as enough:
                     if enough.args[0] is not saved:
                         raise
@@ -249,14 +255,14 @@ def _base(tensor: Tensor) -> Tensor:
     return tensor if (base := tensor._base) is None else base
 
 
-def _inside(context: AbstractContextManager[Any], function: Callable[[], T]) -> functools.partial[T]:
+def _inside(context: AbstractContextManager[Any], function: Callable[[], T]) -> Callable[[], T]:
     """`function`, with the outputs of the operators that a policy saves stored there, or taken from there."""
 
     def inside() -> T:
         with context:
             return function()
 
-    return functools.partial(inside)
+    return inside
 
 
 def fresh(leaves: list[Tensor], needs: list[bool]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .bindings import MISSING, Binding
 from .reach import PLAIN, REGISTRIES, Reached, named_by, of_torch, reach
 
-_CORE = ("training", "_parameters", "_forward_hooks", "_forward_pre_hooks")
+_CORE = ("_parameters", "_forward_hooks", "_forward_pre_hooks")
 _INNER = ("_buffers", "_modules")  # nothing that comes into these changes what a layer of torch computes
 
 
@@ -125,8 +125,9 @@ def _plain(fn: nn.Module) -> list[Binding] | None:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """One of torch's own, without submodules."""
-    return not module._modules and of_torch(type(module))
+    """One of torch's own that computes by itself."""
+    kind = type(module)
+    return not module._modules and of_torch(kind) and kind.__module__ != nn.Sequential.__module__  # may be empty yet
 
 
 def _means_itself(value: Any) -> bool:

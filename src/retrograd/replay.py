@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -43,12 +42,12 @@ class Call:
     held: Sequence[Binding] = ()  # what their members, and variables, are bound to
     hooks: Sequence[dict[str, Any] | None] = ()  # and the hooks of each that has some
     moved: Sequence[tuple[nn.Module, dict[str, Tensor | None]]] = ()  # copies of buffers that the forward moved
-    leaves: list[Tensor] = []  # those of the tensors that fn reads,  # noqa: RUF012
-    needs: list[bool] = []  # and which need gradients  # noqa: RUF012
-    read: list[Tensor] = []  # what must not change until the replay (R7),  # noqa: RUF012
-    versions: list[int | None] = []  # and at which version it was  # noqa: RUF012
-    shown: list[Tensor] = []  # weights of modules that fn shows without being made of them,  # noqa: RUF012
-    shown_versions: list[int | None] = []  # likewise  # noqa: RUF012
+    leaves: Sequence[Tensor] = ()  # those of the tensors that fn reads,
+    needs: Sequence[bool] = ()  # and which need gradients
+    read: Sequence[Tensor] = ()  # what must not change until the replay (R7),
+    versions: Sequence[int | None] = ()  # and at which version it was
+    shown: Sequence[Tensor] = ()  # weights of modules that fn shows without being made of them,
+    shown_versions: Sequence[int | None] = ()  # likewise
 
     def __init__(self, index: int, update: Update, surroundings: Surroundings) -> None:
         self.index, self.update, self.surroundings = index, update, surroundings
@@ -160,8 +159,8 @@ class Call:
                 replayable = replayable and moved <= copies.keys()
             elif each.own:
                 buffers = [buffer for buffer, _, _ in each.buffers.values() if buffer is not None]
-                self.read = self.read + buffers
-                self.versions = self.versions + versions(buffers)
+                self.read = [*self.read, *buffers]
+                self.versions = [*self.versions, *versions(buffers)]
         return replayable
 
     def replay(self, function: Callable[[], T], stood: dict[int, bool] | None = None) -> T:
@@ -194,7 +193,8 @@ class Call:
         """The replay, with all that `fn` depended on put back, and put back again after it."""
         twins = [(generator, twin, generator.graphsafe_get_state()) for generator, twin in self._twin()]
         frozen = [t for t, needed in zip(self.leaves, self.needs, strict=True) if t.requires_grad != needed]
-        modules, hooks_then = self.modules, self.hooks if self.known is None else repeat(None)
+        modules = self.modules
+        hooks_then = self.hooks or [None] * len(modules)  # none at all in a plain module
         swapped: Swapped = []
         try:
             for tensor in frozen:
@@ -202,7 +202,7 @@ class Call:
             for where, name, then in self._bindings():
                 if where.get(name, MISSING) is not then:  # another than in the forward: functional_call
                     exchange(where, name, then, swapped)
-            for module, hooks in zip(modules, hooks_then):  # noqa: B905
+            for module, hooks in zip(modules, hooks_then, strict=True):
                 if hooks is not None or module._forward_hooks or module._forward_pre_hooks:
                     exchange_hooks(module, hooks, swapped)
             for module, copies in self.moved:

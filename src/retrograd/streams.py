@@ -7,7 +7,7 @@ pytree, which has no public name yet (tests/test_streams.py fails when it moves)
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -65,7 +65,7 @@ def version(tensor: Tensor) -> int | None:
 _version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
-def versions(tensors: list[Tensor]) -> list[int | None]:
+def versions(tensors: Sequence[Tensor]) -> list[int | None]:
     """The version counters of many tensors."""
     try:
         return list(map(_version, tensors))

@@ -61,9 +61,9 @@ class Tape:
             if name in targets:  # a reconstruction is dense, and operators may save other shapes of what is not
                 flat[name] = list(map(dense, flat[name]))
         states: list[Any] = []  # of the generators, handed from update to update
-        known: dict[int, list[Slot]] = {}
+        alike: dict[int, list[Slot]] = {}
         for position, entry in enumerate(self.entries):
-            entry.run(flat, functools.partial(self.serve, position), states, self.alarms, self.learned, known)
+            entry.run(flat, functools.partial(self.serve, position), states, self.alarms, self.learned, alike)
             if type(entry.step.update.join) not in JOINS:
                 states.clear()  # a join of one's own may draw random numbers
         self.sizes = [len(flat[name]) for name in self.names]
