@@ -13,6 +13,9 @@ from torch import Tensor, nn
 MISSING: Any = object()
 """Stands for the value of a name that is not bound."""
 
+ALL: Any = object()
+"""Stands for all names in a dict, in their order; the value is the dict that it was."""
+
 Binding = tuple[Any, Any, Any]
 """Where a name is bound, the name, and to what."""
 
@@ -71,6 +74,13 @@ def exchange(where: Any, name: Any, other: Any, swapped: Swapped) -> None:
         _bind(where, name, other)
 
 
+def exchange_all(where: dict[str, Any], other: dict[str, Any], swapped: Swapped) -> None:
+    """Bind all names in a dict, and no others, to what they were bound to, in that order. (DTensors: as above.)"""
+    if not any(map(is_dtensor, (*where.values(), *other.values()))):
+        swapped.append((where, ALL, where.copy()))
+        _bind(where, ALL, other)
+
+
 def put_back(swapped: Swapped) -> None:
     """Undo the exchanges, the last one first."""
     for where, name, value in reversed(swapped):
@@ -78,6 +88,10 @@ def put_back(swapped: Swapped) -> None:
 
 
 def _bind(where: Any, name: Any, value: Any) -> None:
+    if name is ALL:
+        where.clear()
+        where.update(value)
+        return
     if value is not MISSING:
         where[name] = value
     elif where.get(name, MISSING) is not MISSING:

@@ -53,7 +53,7 @@ class Entry:
         "fn_slots",
         "versions",
         "ends",
-        "bases",
+        "memory",
         "saving",
         "storing",
         "native",
@@ -124,7 +124,7 @@ class Entry:
         self.slots = same if same == slots else slots  # equal ones are one object: there are many
         ends = list(map(_version, tensors))
         self.versions, self.ends = versions, versions if ends == versions else ends  # as they are saved; at the end
-        self.bases = {i: weakref.ref(_base(tensors[i])) for i, v in enumerate(ends) if v} if any(ends) else {}
+        self.memory = {i: _memory(tensors[i]) for i, v in enumerate(ends) if v} if any(ends) else {}
 
     def _watch(self, learned: Learned) -> Stopwatch | None:
         """Times the second call of an update: a first one warms up."""
@@ -224,9 +224,9 @@ class Entry:
     def _is_same(self, slot: int, tensor: Tensor, streams: Flat) -> bool:
         """Whether a tensor with another version than in the forward is the one that was saved then. A stream is not:
         it was reconstructed; nor is a buffer that was put back."""
-        if slot in self.bases:
-            return self.bases[slot]() is _base(tensor)
-        return not any(_share(tensor, leaf) for leaves in streams.values() for leaf in leaves)
+        if slot in self.memory:
+            return self.memory[slot]() is _memory(tensor)()
+        return not any(_memory(tensor)() is _memory(leaf)() for leaves in streams.values() for leaf in leaves)
 
     def _refuse(self, slots: list[Slot]) -> None:
         differing = [
@@ -245,14 +245,9 @@ class Entry:
         return self.step.update.label(self.step.index)
 
 
-def _share(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in one memory."""
-    return a.layout is b.layout is torch.strided and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def _base(tensor: Tensor) -> Tensor:
-    """The tensor that it is a view of, or itself: they have one version."""
-    return tensor if (base := tensor._base) is None else base
+def _memory(tensor: Tensor) -> weakref.ref[Any]:
+    """What is the same for all tensors that lie in one memory, as long as one of them lives."""
+    return weakref.ref(tensor.untyped_storage() if tensor.layout is torch.strided else tensor)
 
 
 def _inside(context: AbstractContextManager[Any], function: Callable[[], T]) -> Callable[[], T]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import operator
 import types
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from .bindings import MISSING, Binding
+from .bindings import MISSING, Binding, Swapped, exchange, exchange_all
 from .reach import PLAIN, REGISTRIES, Reached, named_by, of_torch, reach
 
 _CORE = ("_parameters", "_forward_hooks", "_forward_pre_hooks")
@@ -29,43 +28,49 @@ class Known:
     numbers, words and the like: no buffers, hooks, or tensors of its own. Most networks are.
     """
 
-    __slots__ = (
-        "below",
-        "weights",
-        "members",
-        "variables",
-        "_where",
-        "_names",
-        "_values",
-        "_dicts",
-        "_sizes",
-        "_hooks",
-    )
-
     def __init__(self, reached: Reached, entries: list[Binding]) -> None:
         # Not the module itself: whoever knows it would keep it alive.
-        self.below, self.weights = reached.modules[1:], reached.weights
+        fn, *self.below = reached.modules
+        self.weights = reached.weights
         self.members, self.variables = reached.members, reached.variables + entries
+        self._kind, self._dict, self._kinds = type(fn), vars(fn), [*map(type, self.below)]
+        self._dicts = [*map(vars, self.below)]
         self._where, self._names, self._values = map(list, zip(*self.members, *self.variables, strict=True))
-        self._dicts = [d for m in reached.modules for d in (vars(m), m._parameters)]
-        self._dicts += [d for m in reached.modules if not _is_layer(m) for d in (m._buffers, m._modules)]
-        self._sizes = [*map(len, self._dicts)]
+        # Dicts that may grow, and those whose order counts.
+        registries = [m._parameters for m in reached.modules]
+        registries += [d for m in reached.modules if not _is_layer(m) for d in (m._buffers, m._modules)]
+        self._registries = [(d, d.copy()) for d in registries]
+        self._attributes = [(d, tuple(d)) for d in map(vars, reached.modules)]
+        self._growing = [*map(vars, reached.modules), *registries]
+        self._sizes = [*map(len, self._growing)]
+        self._ordered = [m._modules for m in reached.modules if len(m._modules) > 1]
+        self._orders = [*map(tuple, self._ordered)]
         self._hooks = [d for m in reached.modules for d in (m._forward_hooks, m._forward_pre_hooks)]
 
-    def holds(self) -> bool:
+    def holds(self, fn: nn.Module) -> bool:
         """Whether everything is as it was found."""
         return (
             all(map(operator.is_, map(dict.get, self._where, self._names), self._values))
-            and [*map(len, self._dicts)] == self._sizes
+            and [*map(len, self._growing)] == self._sizes
+            and [*map(tuple, self._ordered)] == self._orders
             and not any(self._hooks)
+            and type(fn) is self._kind
+            and vars(fn) is self._dict
+            and [*map(type, self.below)] == self._kinds
+            and all(map(operator.is_, map(vars, self.below), self._dicts))
         )
 
-    def bindings(self) -> Iterator[Binding]:
-        """What every name was bound to, also those that have come since."""
-        yield from zip(self._where, self._names, self._values, strict=True)
-        for names, size in zip(self._dicts, self._sizes, strict=True):
-            for name in reversed([*names][size:]):  # put back, they are in the order in which they came
-                yield names, name, MISSING
+    def put_back(self, swapped: Swapped) -> None:
+        """Bind every name to what it was bound to, and unbind those that have come since."""
+        for where, name, value in zip(self._where, self._names, self._values, strict=True):
+            if where.get(name, MISSING) is not value:
+                exchange(where, name, value, swapped)
+        for where, names in self._attributes:
+            for name in where.keys() - names:
+                exchange(where, name, MISSING, swapped)
+        for where, then in self._registries:
+            if [*where] != [*then] or not all(map(operator.is_, where.values(), then.values())):
+                exchange_all(where, then, swapped)
 
 
 _known: dict[int, tuple[weakref.ref[nn.Module], Known | None]] = {}
@@ -75,7 +80,7 @@ def known(fn: Any) -> Known | None:
     """What a plain module uses; None for all else."""
     entry = _known.get(id(fn))
     if entry is not None and entry[0]() is fn:
-        if entry[1] is None or entry[1].holds():
+        if entry[1] is None or entry[1].holds(fn):
             return entry[1]
     elif not isinstance(fn, nn.Module):
         return None
@@ -107,6 +112,8 @@ def _plain(fn: nn.Module) -> list[Binding] | None:
     entries: list[Binding] = []
     for module in fn.modules():
         mine, kind = vars(module), type(module)
+        if any(child is fn for child in module._modules.values()):  # who knows it would keep it alive
+            return None
         if "training" not in mine or module._buffers or isinstance(module, LazyModuleMixin):  # not there: TorchScript
             return None
         entries += [(mine, name, mine[name]) for name in _CORE]

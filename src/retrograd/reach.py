@@ -78,13 +78,11 @@ class Reached:
     def _attributes(self, module: nn.Module, own: bool) -> None:
         """What a module has beside its registries. Objects may lead anywhere, to the whole model: of these only what is
         near is seen."""
-        tensors = bool(module._buffers)
         for name, value in module.__dict__.items():
             if type(value) in PLAIN or name in REGISTRIES:
                 continue
             with contextlib.suppress(Exception):  # what cannot be looked at, as a dead proxy, shows nothing
                 if isinstance(value, Tensor):
-                    tensors = True
                     self.variables.append((module.__dict__, name, value))
                     if own:
                         self.tensors.append(value)
@@ -95,8 +93,7 @@ class Reached:
                         self.walk(value, own=False)
                 else:
                     self._near(value)
-        if tensors:
-            self._entries(module.__dict__, (), but="training")
+        self._entries(module.__dict__, (), but="training")
 
     def _near(self, value: Any) -> None:
         """The generators of an object, or of the object that a method is bound to."""
@@ -251,22 +248,24 @@ def named_by(kind: type, method: str) -> tuple[tuple[Any, str], ...]:
     while names or functions:
         if names:
             name = names.pop()
-            base = next((base for base in kind.__mro__ if name in vars(base)), object)
-            if (base, name) in seen or base in (object, nn.Module):
+            if name in seen:
                 continue
-            seen.add((base, name))
-            member = vars(base)[name]
-            member = getattr(member, "__func__", getattr(member, "fget", member))  # of a class, static, a property
-            if isinstance(member, types.FunctionType):
-                functions += [member] if _package(member) not in ("torch", "retrograd") else []
-            elif not callable(member) and type(member) not in PLAIN:
-                found[id(base), name] = vars(base), name
+            seen.add(name)
+            for base in kind.__mro__:  # all of them: a method may call that of a base
+                if name not in vars(base) or base in (object, nn.Module):
+                    continue
+                member = vars(base)[name]
+                member = getattr(member, "__func__", getattr(member, "fget", member))  # of a class, static, a property
+                if isinstance(member, types.FunctionType):
+                    functions += [member] if _package(member) not in ("torch", "retrograd") else []
+                elif not callable(member) and type(member) not in PLAIN:
+                    found[id(base), name] = vars(base), name
             continue
         function = functions.pop()
         if function in seen:
             continue
         seen.add(function)
-        names += function.__code__.co_names
+        names += _names_in(function.__code__)
         for name in _globals_of(function.__code__):
             value = function.__globals__.get(name, MISSING)
             if isinstance(value, types.FunctionType):
@@ -274,6 +273,14 @@ def named_by(kind: type, method: str) -> tuple[tuple[Any, str], ...]:
             elif value is not MISSING and not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
                 found[id(function.__globals__), name] = function.__globals__, name
     return tuple(found.values())
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names in a function and in the functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
 
 
 def _package(function: types.FunctionType) -> str:

@@ -5,7 +5,7 @@ after it (R3, R4, R7, R9).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -71,7 +71,7 @@ class Call:
             out = self._first(function, [], states)
             if versions(plain.weights) != self.versions:
                 self._refuse_changes_by_fn()
-            if not plain.holds():
+            if not plain.holds(update.fn):  # type: ignore[arg-type]
                 self.found, self.known = self.modules, None
                 self._bind(plain.members, plain.variables)
             return out, True
@@ -187,7 +187,7 @@ class Call:
         """Whether anything must be put back that the forward saw otherwise."""
         if list(map(_needs, self.leaves)) != self.needs:
             return True
-        return self.known is None or not self.known.holds()
+        return self.known is None or not self.known.holds(self.update.fn)  # type: ignore[arg-type]
 
     def _replay_as_it_was(self, function: Callable[[], T], drawn: list[tuple[Any, Any, int | None, Any]]) -> T:
         """The replay, with all that `fn` depended on put back, and put back again after it."""
@@ -199,7 +199,9 @@ class Call:
         try:
             for tensor in frozen:
                 tensor.requires_grad_(not tensor.requires_grad)
-            for where, name, then in self._bindings():
+            if self.known is not None:
+                self.known.put_back(swapped)
+            for where, name, then in self.held:
                 if where.get(name, MISSING) is not then:  # another than in the forward: functional_call
                     exchange(where, name, then, swapped)
             for module, hooks in zip(modules, hooks_then, strict=True):
@@ -240,10 +242,6 @@ class Call:
         if (answer := stood.get(id(then))) is None:
             answer = stood[id(then)] = state(generator) == then
         return not answer
-
-    def _bindings(self) -> Iterable[Binding]:
-        """What the names were bound to that `fn` can be seen to use."""
-        return self.held if self.known is None else self.known.bindings()
 
     def shown_changed(self) -> bool:
         """Whether a weight that `fn` shows, and perhaps reads, has changed in place."""
@@ -300,7 +298,7 @@ class Call:
         for key, value in self.update.kwargs.items():
             if any(leaf is tensor or _same_memory(leaf, tensor) for leaf in leaves_of(value, Tensor)):
                 return f"its keyword {key!r}"
-        for where, name, member in self._bindings():
+        for where, name, member in self.held if self.known is None else self.known.members:
             if member is tensor:
                 for module in self.modules:
                     for kind, members in (("parameter", module._parameters), ("buffer", module._buffers)):
