@@ -30,6 +30,11 @@ class Plain(nn.Module):
         return self.more(self.second(out if self.mask is None else out * self.mask))
 
 
+class Twice(nn.Linear):
+    def forward(self, b: Tensor) -> Tensor:
+        return 2 * super().forward(b)
+
+
 CHANGES = {
     "a parameter": lambda m: setattr(m.first, "weight", nn.Parameter(torch.eye(4))),
     "a parameter gone": lambda m: setattr(m.first, "bias", None),
@@ -49,6 +54,9 @@ CHANGES = {
     "a hook before": lambda m: m.second.register_forward_pre_hook(lambda module, args: None),
     "a buffer": lambda m: m.register_buffer("count", torch.zeros(())),
     "another forward": lambda m: setattr(m.first, "forward", types.MethodType(lambda self, x: x, m.first)),
+    "another class": lambda m: setattr(m.first, "__class__", Twice),
+    "another dict": lambda m: setattr(m.first, "__dict__", m.first.__dict__.copy()),
+    "the slope of a layer": lambda m: setattr(m.second[0], "eps", 1.0),
     "other registries": lambda m: m.first.__dict__.update(_parameters=dict(m.first._parameters)),
 }
 
@@ -131,7 +139,7 @@ def test_it_lets_go_of_the_module() -> None:
     assert key not in _known
 
 
-@pytest.mark.parametrize("change", [change for change in CHANGES if "forward" not in change])
+@pytest.mark.parametrize("change", [change for change in CHANGES if change not in ("another forward", "another class")])
 @pytest.mark.parametrize("known_before", [True, False])
 def test_changes_between_forward_and_backward_do_not_reach_the_replay(change: str, known_before: bool) -> None:
     def grads(policy: rg.Policy) -> list[Tensor]:
@@ -147,3 +155,67 @@ def test_changes_between_forward_and_backward_do_not_reach_the_replay(change: st
 
     for seen, expected in zip(grads(rg.Reverse()), grads(rg.Keep()), strict=True):
         torch.testing.assert_close(seen, expected)
+
+
+class Sine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, b: Tensor) -> Tensor:
+        return self.linear(b).sin()
+
+
+class Named(nn.Module):
+    """Runs its networks in the order in which they stand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.networks = nn.ModuleDict({"p": Sine(), "q": Sine()})
+
+    def forward(self, b: Tensor) -> Tensor:
+        for network in self.networks.values():
+            b = network(b)
+        return b
+
+
+ORDERS = {
+    "the first gone": lambda m: m.networks.pop("p"),
+    "another for the first": lambda m: (m.networks.pop("p"), m.networks.update({"z": Sine()})),
+    "another order": lambda m: m.networks.update({"p": m.networks.pop("p")}),
+    "one more": lambda m: m.networks.update({"z": Sine()}),
+    "all new": lambda m: (m.networks.clear(), m.networks.update({"x": Sine(), "y": Sine()})),
+    "weight norm": lambda m: nn.utils.weight_norm(m.networks["p"].linear),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("change", ORDERS)
+@pytest.mark.parametrize("known_before", [True, False])
+def test_submodules_are_put_back_in_their_order_and_again_as_they_were(change: str, known_before: bool) -> None:
+    def run(policy: rg.Policy) -> tuple[Tensor, list[str]]:
+        torch.manual_seed(0)
+        module = Named()
+        if known_before:
+            known(module)
+        x = torch.randn(3, 4, requires_grad=True)
+        out = rg.run([rg.Update("a", module, "b"), rg.Update("b", module, "a")], {"a": x, "b": x}, policy=policy)
+        ORDERS[change](module)
+        after = [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
+        (grad,) = torch.autograd.grad(out["a"].sum() + out["b"].square().sum(), x)
+        assert after == [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
+        return grad, after
+
+    (seen, names), (expected, same) = run(rg.Reverse()), run(rg.Keep())
+    assert names == same
+    torch.testing.assert_close(seen, expected)
+
+
+def test_a_module_that_holds_itself_is_let_go() -> None:
+    module = Sine()
+    module.me = module
+    assert known(module) is None
+    there = weakref.ref(module)
+    del module
+    gc.collect()
+    assert there() is None

@@ -274,3 +274,39 @@ def test_modules_of_torch_hold_no_tensors_of_their_own() -> None:
     for module in (part for whole in built for part in whole.modules()):
         own = [value for value in vars(module).values() if isinstance(value, (Tensor, torch.Generator))]
         assert own == [], type(module).__name__
+
+
+class Noisy(nn.Module):
+    def forward(self, b: Tensor) -> Tensor:
+        return b + torch.randn(b.shape, generator=NOISE)
+
+
+class ByItsBase(Noisy):
+    def forward(self, b: Tensor) -> Tensor:
+        return super().forward(b)
+
+
+class InsideOfAFunction(nn.Module):
+    def draw(self, b: Tensor) -> Tensor:
+        return torch.randn(b.shape, generator=NOISE)
+
+    def forward(self, b: Tensor) -> Tensor:
+        return (lambda x: x + self.draw(x))(b)
+
+
+class ByAnotherMethod(nn.Module):
+    class Encoder(nn.Module):
+        def encode(self, b: Tensor) -> Tensor:
+            return b + torch.randn(b.shape, generator=NOISE)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(self.Encoder())
+
+    def forward(self, b: Tensor) -> Tensor:
+        return self.inner[0].encode(b)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", [Noisy, ByItsBase, InsideOfAFunction, ByAnotherMethod])
+def test_a_generator_is_found_through_what_a_method_calls(kind: type[nn.Module]) -> None:
+    assert reach(kind(), {}).generators == [NOISE]

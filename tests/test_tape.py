@@ -131,6 +131,25 @@ def test_a_stream_with_a_past_is_not_taken_for_a_changed_tensor() -> None:
         (out["a"].sum() + out["b"].sum()).backward()
 
 
+@pytest.mark.parametrize("past", [0, 1])
+def test_a_tensor_that_is_shown_detached_and_changes_is_seen(past: int) -> None:
+    class Table:
+        tensor = torch.ones(4, 4)
+
+    table = Table()
+    for _ in range(past):
+        table.tensor.mul_(2)
+
+    def fn(b: torch.Tensor, holder: object = [[[[table]]]]) -> torch.Tensor:
+        return (b @ holder[0][0][0][0].tensor.detach()).tanh()  # type: ignore[index]
+
+    x = torch.randn(3, 4, requires_grad=True)
+    out = rg.run([rg.Update("a", fn, "b"), rg.Update("b", fn, "a")], {"a": x, "b": x})
+    table.tensor.mul_(2)
+    with pytest.raises(RuntimeError, match="a tensor that fn reads was changed in place"):
+        (out["a"].sum() + out["b"].sum()).backward()
+
+
 @pytest.mark.parametrize("backward", [True, False])
 def test_a_result_that_a_module_keeps_does_not_keep_the_tapes(backward: bool) -> None:
     """As the loss of a router: it holds the graph of its call, which holds the tape."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .bindings import MISSING, Binding, Swapped, exchange, exchange_all
-from .reach import PLAIN, REGISTRIES, Reached, named_by, of_torch, reach
+from .reach import FORWARD, PLAIN, REGISTRIES, Reached, named_by, of_torch, reach
 
 _CORE = ("_parameters", "_forward_hooks", "_forward_pre_hooks")
 _INNER = ("_buffers", "_modules")  # nothing that comes into these changes what a layer of torch computes
@@ -110,6 +110,7 @@ def _is_disturbed(module: nn.Module) -> bool:
 def _plain(fn: nn.Module) -> list[Binding] | None:
     """Where the entries stand that make a module plain, and what they are; None if it is not."""
     entries: list[Binding] = []
+    called = FORWARD
     for module in fn.modules():
         mine, kind = vars(module), type(module)
         if any(child is fn for child in module._modules.values()):  # who knows it would keep it alive
@@ -123,7 +124,8 @@ def _plain(fn: nn.Module) -> list[Binding] | None:
         if of_torch(kind):
             continue
         attributes = [(mine, name, value) for name, value in mine.items() if name not in REGISTRIES]
-        named = [(where, name, where.get(name)) for where, name in named_by(kind, "forward")]
+        found, called = named_by(kind, called)
+        named = [(where, name, where.get(name)) for where, name in found]
         for where, name, value in attributes + named:
             if name != "forward" and not (type(where) is dict and _means_itself(value)):
                 return None

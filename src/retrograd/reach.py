@@ -24,6 +24,8 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MARKS = frozenset({type(None), bool, int, float, str})
 _PROXIES = (*weakref.ProxyTypes,)
 REGISTRIES = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})
+FORWARD = frozenset({"forward"})
+CALL = frozenset({"__call__"})
 _FAR = 1 << 30
 _FEW = 64  # in a longer dict, what is bound anew is not put back
 _MANY = 4096  # a longer container is data; looking through more than that at each call would take too long
@@ -45,8 +47,9 @@ class Reached:
         self.generators: list[torch.Generator] = []
         self._seen: dict[int, int] = {}  # how far each object was followed
 
-    def walk(self, module: nn.Module, *, own: bool) -> None:
-        """A module and its submodules; and what its hooks, its attributes and its code lead to."""
+    def walk(self, module: nn.Module, *, own: bool, called: frozenset[str] = FORWARD) -> None:
+        """A module and its submodules; and what its hooks, its attributes and its code lead to. `called`: what the code
+        of the modules around it names, and so the methods of it that they may call."""
         # `_modules`, `_parameters` and `_buffers` instead of the public generators: ten times faster, and parameters
         # can be exchanged for plain tensors. tests/test_reach.py fails when they change.
         if id(module) in self._seen:
@@ -67,13 +70,16 @@ class Reached:
             self.look([*module._forward_hooks.values(), *module._forward_pre_hooks.values()], 3)
         if not of_torch(kind := type(module)):
             self._attributes(module, own)
-            self._names(named_by(kind, "forward"))
+            named, called = named_by(kind, called)
+            self._names(named)
+        else:
+            self._entries(module.__dict__, (), but="training")  # the p of a dropout
         if children := module._modules:
             if type(children) is dict:
                 self.variables += [(children, name, child) for name, child in children.items()]
             for child in children.values():
                 if child is not None:
-                    self.walk(child, own=own)
+                    self.walk(child, own=own, called=called)
 
     def _attributes(self, module: nn.Module, own: bool) -> None:
         """What a module has beside its registries. Objects may lead anywhere, to the whole model: of these only what is
@@ -104,7 +110,7 @@ class Reached:
                 self.look(generator, 1)
 
     def _entries(self, entries: dict[Any, Any], kinds: tuple[type, ...], but: str = "") -> None:
-        """Where there are tensors in a dict, the numbers and flags beside them belong to them."""
+        """The numbers, flags and words in a dict, and what is of `kinds`."""
         self.variables += [
             (entries, name, value)
             for name, value in entries.items()
@@ -175,7 +181,7 @@ def reach(fn: Any, kwargs: Mapping[str, Any]) -> Reached:
     else:
         reached.look(fn, 5)
         if not isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
-            reached._names(named_by(type(fn), "__call__"))
+            reached._names(named_by(type(fn), CALL)[0])
     return reached
 
 
@@ -240,11 +246,14 @@ def _globals_of(code: types.CodeType) -> tuple[str, ...]:
 
 
 @functools.lru_cache(1024)
-def named_by(kind: type, method: str) -> tuple[tuple[Any, str], ...]:
-    """The globals and class attributes that a method names, and what it calls of its class and its package, less what
-    can hold nothing. Which names these are is found once for a class; what they are bound to, at each call."""
+def named_by(kind: type, methods: frozenset[str]) -> tuple[tuple[tuple[Any, str], ...], frozenset[str]]:
+    """The globals and class attributes that methods of a class name, and what they call of it and of its package, less
+    what can hold nothing; and all names in their code. These are found once for a class; what they are bound to, at
+    each call."""
     found: dict[tuple[int, str], tuple[Any, str]] = {}
-    package, seen, functions, names = kind.__module__.split(".")[0], set(), [], [method]
+    package, functions, names = kind.__module__.split(".")[0], [], [*methods]
+    seen: set[str] = set()
+    searched: set[types.FunctionType] = set()
     while names or functions:
         if names:
             name = names.pop()
@@ -262,9 +271,9 @@ def named_by(kind: type, method: str) -> tuple[tuple[Any, str], ...]:
                     found[id(base), name] = vars(base), name
             continue
         function = functions.pop()
-        if function in seen:
+        if function in searched:
             continue
-        seen.add(function)
+        searched.add(function)
         names += _names_in(function.__code__)
         for name in _globals_of(function.__code__):
             value = function.__globals__.get(name, MISSING)
@@ -272,7 +281,7 @@ def named_by(kind: type, method: str) -> tuple[tuple[Any, str], ...]:
                 functions += [value] if _package(value) == package != "retrograd" else []
             elif value is not MISSING and not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
                 found[id(function.__globals__), name] = function.__globals__, name
-    return tuple(found.values())
+    return tuple(found.values()), frozenset(seen)
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
