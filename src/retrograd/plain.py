@@ -32,7 +32,8 @@ class Known:
         # Not the module itself: whoever knows it would keep it alive.
         fn, *self.below = reached.modules
         self.weights = reached.weights
-        self.members, self.variables = reached.members, reached.variables + entries
+        once = {(id(where), name): (where, name, value) for where, name, value in reached.variables + entries}
+        self.members, self.variables = reached.members, [*once.values()]
         self._kind, self._dict, self._kinds = type(fn), vars(fn), [*map(type, self.below)]
         self._dicts = [*map(vars, self.below)]
         self._where, self._names, self._values = map(list, zip(*self.members, *self.variables, strict=True))

@@ -73,7 +73,7 @@ class Reached:
             named, called = named_by(kind, called)
             self._names(named)
         else:
-            self._entries(module.__dict__, (), but="training")  # the p of a dropout
+            self._entries(module.__dict__)  # the p of a dropout
         if children := module._modules:
             if type(children) is dict:
                 self.variables += [(children, name, child) for name, child in children.items()]
@@ -99,7 +99,7 @@ class Reached:
                         self.walk(value, own=False)
                 else:
                     self._near(value)
-        self._entries(module.__dict__, (), but="training")
+        self._entries(module.__dict__)
 
     def _near(self, value: Any) -> None:
         """The generators of an object, or of the object that a method is bound to."""
@@ -109,12 +109,12 @@ class Reached:
             if type(generator) is torch.Generator:
                 self.look(generator, 1)
 
-    def _entries(self, entries: dict[Any, Any], kinds: tuple[type, ...], but: str = "") -> None:
+    def _entries(self, entries: dict[Any, Any], kinds: tuple[type, ...] = ()) -> None:
         """The numbers, flags and words in a dict, and what is of `kinds`."""
         self.variables += [
             (entries, name, value)
             for name, value in entries.items()
-            if (type(value) in _MARKS or isinstance(value, kinds)) and name != but
+            if (type(value) in _MARKS or isinstance(value, kinds)) and name not in REGISTRIES
         ]
 
     def look(self, value: Any, depth: int) -> None:
