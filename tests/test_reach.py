@@ -307,6 +307,20 @@ class ByAnotherMethod(nn.Module):
         return self.inner[0].encode(b)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("kind", [Noisy, ByItsBase, InsideOfAFunction, ByAnotherMethod])
+class ByItsCall(nn.Module):
+    def __call__(self, b: Tensor) -> Tensor:
+        return b + torch.randn(b.shape, generator=NOISE)
+
+
+@pytest.mark.parametrize("kind", [Noisy, ByItsCall, ByItsBase, InsideOfAFunction, ByAnotherMethod])
 def test_a_generator_is_found_through_what_a_method_calls(kind: type[nn.Module]) -> None:
     assert reach(kind(), {}).generators == [NOISE]
+
+
+def test_a_tensor_in_place_of_a_parameter_is_found() -> None:
+    layer = nn.Linear(2, 2)
+    del layer.bias
+    layer.bias = HELD
+    found = reach(nn.Sequential(layer), {})
+    assert found.tensors == [HELD]
+    assert (vars(layer), "bias", HELD) in [each for each in found.variables if each[1] == "bias"]

@@ -11,7 +11,7 @@ import types
 import weakref
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .bindings import MISSING, Binding, Swapped, exchange, exchange_all
@@ -119,6 +119,8 @@ def _plain(fn: nn.Module) -> list[Binding] | None:
         if "training" not in mine or module._buffers or isinstance(module, LazyModuleMixin):  # not there: TorchScript
             return None
         entries += [(mine, name, mine[name]) for name in _CORE]
+        if any(isinstance(value, Tensor) for value in mine.values()):
+            return None
         if _is_layer(module):
             continue
         entries += [(mine, name, mine[name]) for name in _INNER]

@@ -24,8 +24,8 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MARKS = frozenset({type(None), bool, int, float, str})
 _PROXIES = (*weakref.ProxyTypes,)
 REGISTRIES = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})
-FORWARD = frozenset({"forward"})
 CALL = frozenset({"__call__"})
+FORWARD = CALL | {"forward"}
 _FAR = 1 << 30
 _FEW = 64  # in a longer dict, what is bound anew is not put back
 _MANY = 4096  # a longer container is data; looking through more than that at each call would take too long
@@ -73,7 +73,9 @@ class Reached:
             named, called = named_by(kind, called)
             self._names(named)
         else:
-            self._entries(module.__dict__)  # the p of a dropout
+            self._entries(module.__dict__, (Tensor,))  # the p of a dropout; a tensor in place of a parameter
+            if own:
+                self.tensors += [value for value in module.__dict__.values() if isinstance(value, Tensor)]
         if children := module._modules:
             if type(children) is dict:
                 self.variables += [(children, name, child) for name, child in children.items()]
