@@ -119,7 +119,7 @@ def _plain(fn: nn.Module) -> list[Binding] | None:
         if "training" not in mine or module._buffers or isinstance(module, LazyModuleMixin):  # not there: TorchScript
             return None
         entries += [(mine, name, mine[name]) for name in _CORE]
-        if any(isinstance(value, Tensor) for value in mine.values()):
+        if any(issubclass(type(value), Tensor) for value in mine.values()):  # a dead proxy is no instance of anything
             return None
         if _is_layer(module):
             continue

@@ -75,7 +75,7 @@ class Reached:
         else:
             self._entries(module.__dict__, (Tensor,))  # the p of a dropout; a tensor in place of a parameter
             if own:
-                self.tensors += [value for value in module.__dict__.values() if isinstance(value, Tensor)]
+                self.tensors += [value for value in module.__dict__.values() if issubclass(type(value), Tensor)]
         if children := module._modules:
             if type(children) is dict:
                 self.variables += [(children, name, child) for name, child in children.items()]
@@ -116,7 +116,7 @@ class Reached:
         self.variables += [
             (entries, name, value)
             for name, value in entries.items()
-            if (type(value) in _MARKS or isinstance(value, kinds)) and name not in REGISTRIES
+            if (type(value) in _MARKS or issubclass(type(value), kinds)) and name not in REGISTRIES
         ]
 
     def look(self, value: Any, depth: int) -> None:
