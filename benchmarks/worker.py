@@ -264,9 +264,10 @@ def run(bench: Bench, step: Step, base: int, whole: bool) -> dict[str, Any]:
         # Other work on the machine comes and goes, so they run in turn: a few steps of each, since the first after the
         # other's finds memory and caches as the other left them.
         beside, seconds, of_other = bench.step(compared, around=False), [], []
+        few = -(-configuration.steps // ROUNDS)
         for _ in range(ROUNDS):
-            of_other += timed(beside, device, 1, -(-configuration.steps // ROUNDS), "step of what it is compared with")
-            seconds += timed(step, device, 1, -(-configuration.steps // ROUNDS), "step")
+            of_other += timed(beside, device, 1, few, "step of what it is compared with")
+            seconds += timed(step, device, 1, few, "step")
         result |= in_milliseconds("step", seconds) | in_milliseconds("beside", of_other)
     else:
         result |= in_milliseconds("step", timed(step, device, 0, configuration.steps, "step"))

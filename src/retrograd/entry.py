@@ -25,7 +25,7 @@ from .joins import JOINS
 from .policies import Reverse
 from .replay import Call
 from .saved import Enough, Outputs, Saved, Storing, UntilEnough
-from .streams import laid_out
+from .streams import counter, laid_out
 from .surroundings import Surroundings
 from .update import Step
 
@@ -38,7 +38,6 @@ Slot = tuple[torch.Size, torch.dtype, torch.device]
 """What forward and replay must agree on for each saved tensor (R7)."""
 
 _slot: Callable[[Tensor], Slot] = operator.attrgetter("shape", "dtype", "device")
-_version: Callable[[Tensor], int] = operator.attrgetter("_version")
 
 
 class Entry:
@@ -122,7 +121,7 @@ class Entry:
         slots = list(map(_slot, tensors))
         same = alike.setdefault(len(slots), slots)
         self.slots = same if same == slots else slots  # equal ones are one object: there are many
-        ends = list(map(_version, tensors))
+        ends = list(map(counter, tensors))
         self.versions, self.ends = versions, versions if ends == versions else ends  # as they are saved; at the end
         self.memory = {i: _memory(tensors[i]) for i, v in enumerate(ends) if v} if any(ends) else {}
 
@@ -210,7 +209,7 @@ class Entry:
         if counted:
             then, now = self.versions, saved.versions
         else:
-            then, now = self.ends, list(map(_version, tensors))
+            then, now = self.ends, list(map(counter, tensors))
             saved.versions = now
             if self.ends is not self.versions:  # fn changes some after they are saved: those may not be asked for
                 saved.versions = [n - e + v for n, e, v in zip(now, self.ends, self.versions, strict=True)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .bindings import MISSING, Binding, Swapped, exchange, exchange_all
-from .reach import FORWARD, PLAIN, REGISTRIES, Reached, named_by, of_torch, reach
+from .reach import FORWARD, PLAIN, REGISTRIES, Reached, named_by, of_torch, package_of, reach
 
 _CORE = ("_parameters", "_forward_hooks", "_forward_pre_hooks")
 _INNER = ("_buffers", "_modules")  # nothing that comes into these changes what a layer of torch computes
@@ -30,19 +30,17 @@ class Known:
 
     def __init__(self, reached: Reached, entries: list[Binding]) -> None:
         # Not the module itself: whoever knows it would keep it alive.
-        fn, *self.below = reached.modules
-        self.weights = reached.weights
+        self.below, self.weights = reached.modules[1:], reached.weights
         once = {(id(where), name): (where, name, value) for where, name, value in reached.variables + entries}
         self.members, self.variables = reached.members, [*once.values()]
-        self._kind, self._dict, self._kinds = type(fn), vars(fn), [*map(type, self.below)]
-        self._dicts = [*map(vars, self.below)]
+        self._kinds, self._dicts = [*map(type, reached.modules)], [*map(vars, reached.modules)]
         self._where, self._names, self._values = map(list, zip(*self.members, *self.variables, strict=True))
         # Dicts that may grow, and those whose order counts.
         registries = [m._parameters for m in reached.modules]
         registries += [d for m in reached.modules if not _is_layer(m) for d in (m._buffers, m._modules)]
         self._registries = [(d, d.copy()) for d in registries]
-        self._attributes = [(d, tuple(d)) for d in map(vars, reached.modules)]
-        self._growing = [*map(vars, reached.modules), *registries]
+        self._attributes = [*map(tuple, self._dicts)]
+        self._growing = self._dicts + registries
         self._sizes = [*map(len, self._growing)]
         self._ordered = [m._modules for m in reached.modules if len(m._modules) > 1]
         self._orders = [*map(tuple, self._ordered)]
@@ -50,15 +48,14 @@ class Known:
 
     def holds(self, fn: nn.Module) -> bool:
         """Whether everything is as it was found."""
+        modules = [fn, *self.below]
         return (
             all(map(operator.is_, map(dict.get, self._where, self._names), self._values))
             and [*map(len, self._growing)] == self._sizes
             and [*map(tuple, self._ordered)] == self._orders
             and not any(self._hooks)
-            and type(fn) is self._kind
-            and vars(fn) is self._dict
-            and [*map(type, self.below)] == self._kinds
-            and all(map(operator.is_, map(vars, self.below), self._dicts))
+            and [*map(type, modules)] == self._kinds
+            and all(map(operator.is_, map(vars, modules), self._dicts))
         )
 
     def put_back(self, swapped: Swapped) -> None:
@@ -66,7 +63,7 @@ class Known:
         for where, name, value in zip(self._where, self._names, self._values, strict=True):
             if where.get(name, MISSING) is not value:
                 exchange(where, name, value, swapped)
-        for where, names in self._attributes:
+        for where, names in zip(self._dicts, self._attributes, strict=True):
             for name in where.keys() - names:
                 exchange(where, name, MISSING, swapped)
         for where, then in self._registries:
@@ -147,5 +144,5 @@ def _means_itself(value: Any) -> bool:
     if type(value) is tuple:
         return all(map(_means_itself, value))
     if type(value) is types.FunctionType:
-        return (value.__module__ or "").split(".")[0] == "torch"
+        return package_of(value) == "torch"
     return type(value) in PLAIN

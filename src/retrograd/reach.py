@@ -195,7 +195,7 @@ def _held_by(value: Any) -> Iterator[Any]:
     """The objects that a function, a container or another object refers to."""
     if isinstance(value, types.FunctionType):
         yield getattr(value, "__wrapped__", None)
-        if _package(value) == "torch":
+        if package_of(value) == "torch":
             return
         yield from value.__defaults__ or ()
         yield from (value.__kwdefaults__ or {}).values()
@@ -216,7 +216,7 @@ def _held_by(value: Any) -> Iterator[Any]:
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
     """What the names in a function are bound to: those of its closure; of its globals, tensors, modules and numbers."""
-    if _package(function) == "torch":
+    if package_of(function) == "torch":
         return
     for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
         if (known := (variable := Cell(cell)).get(name, MISSING)) is not MISSING and not _holds_graph(known):
@@ -268,7 +268,7 @@ def named_by(kind: type, methods: frozenset[str]) -> tuple[tuple[tuple[Any, str]
                 member = vars(base)[name]
                 member = getattr(member, "__func__", getattr(member, "fget", member))  # of a class, static, a property
                 if isinstance(member, types.FunctionType):
-                    functions += [member] if _package(member) not in ("torch", "retrograd") else []
+                    functions += [member] if package_of(member) not in ("torch", "retrograd") else []
                 elif not callable(member) and type(member) not in PLAIN:
                     found[id(base), name] = vars(base), name
             continue
@@ -280,7 +280,7 @@ def named_by(kind: type, methods: frozenset[str]) -> tuple[tuple[tuple[Any, str]
         for name in _globals_of(function.__code__):
             value = function.__globals__.get(name, MISSING)
             if isinstance(value, types.FunctionType):
-                functions += [value] if _package(value) == package != "retrograd" else []
+                functions += [value] if package_of(value) == package != "retrograd" else []
             elif value is not MISSING and not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
                 found[id(function.__globals__), name] = function.__globals__, name
     return tuple(found.values()), frozenset(seen)
@@ -294,5 +294,5 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _package(function: types.FunctionType) -> str:
+def package_of(function: types.FunctionType) -> str:
     return (function.__module__ or "").split(".")[0]

@@ -62,13 +62,14 @@ def version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-_version: Callable[[Tensor], int] = operator.attrgetter("_version")
+counter: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""The version counter of a tensor that is known to have one."""
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int | None]:
     """The version counters of many tensors."""
     try:
-        return list(map(_version, tensors))
+        return list(map(counter, tensors))
     except RuntimeError:  # inference tensors among them
         return [version(tensor) for tensor in tensors]
 

@@ -128,14 +128,13 @@ class Step:
 
     def __init__(self, index: int, update: Update, fn: Callable[..., Any], structures: dict[str, Structure]) -> None:
         self.index, self.update, self.fn, self.structures = index, update, fn, structures
-        self.tensors = not any(map(structures.get, update.sources))  # no trees among its sources
+        # Whether each source is a tensor: no trees among them.
+        self.tensors = [*map(structures.get, update.sources)] == [None] * len(update.sources)
 
     def call(self, sources: list[list[Tensor]], target: list[Tensor]) -> list[list[Tensor]]:
         """`fn` on the sources; what it returns, part by part, fits the target (R1). The sources are unchanged (R8)."""
         leaves = [*chain.from_iterable(sources)]
-        streams = (
-            leaves if self.tensors else list(map(unflatten, sources, map(self.structures.get, self.update.sources)))
-        )
+        streams = leaves if self.tensors else self._streams(sources)
         # While torch.compile or torch.export traces, versions cannot be read.
         watched = [] if torch.compiler.is_compiling() else leaves
         before = versions(watched)
