@@ -219,3 +219,25 @@ def test_a_module_that_holds_itself_is_let_go() -> None:
     del module
     gc.collect()
     assert there() is None
+
+
+def test_numbers_of_a_module_that_is_not_plain_are_put_back_too() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.drop, self.scale = nn.BatchNorm1d(4), nn.Dropout(0.5), 0.5
+
+        def forward(self, b: Tensor) -> Tensor:
+            return self.drop(self.norm(b)).sin() * self.scale
+
+    def run(policy: rg.Policy) -> Tensor:
+        torch.manual_seed(0)
+        module, x = Normed(), torch.randn(3, 4, requires_grad=True)
+        assert known(module) is None
+        out = rg.run([rg.Update("a", module, "b"), rg.Update("b", module, "a")], {"a": x, "b": x}, policy=policy)
+        module.scale, module.drop.p = 2.0, 0.1
+        (grad,) = torch.autograd.grad(out["a"].sum() + out["b"].square().sum(), x)
+        assert (module.scale, module.drop.p) == (2.0, 0.1)
+        return grad
+
+    torch.testing.assert_close(run(rg.Reverse()), run(rg.Keep()))
