@@ -163,6 +163,11 @@ def reverse(blocks: Blocks, x: Tensor) -> Network:
     return rg.ReversibleSequence(blocks)
 
 
+@contender("reverse-launched", "retrograd Reverse(graphed=True)")
+def reverse_launched(blocks: Blocks, x: Tensor) -> Network:
+    return rg.ReversibleSequence(blocks, policy=made("Reverse", graphed=True))
+
+
 @contender("reverse-anchors", "retrograd Reverse(anchor_every=8)")
 def reverse_anchors(blocks: Blocks, x: Tensor) -> Network:
     return rg.ReversibleSequence(blocks, policy=made("Reverse", anchor_every=8))

@@ -37,7 +37,7 @@ Flat = dict[str, list[Tensor]]
 Slot = tuple[torch.Size, torch.dtype, torch.device]
 """What forward and replay must agree on for each saved tensor (R7)."""
 
-_slot: Callable[[Tensor], Slot] = operator.attrgetter("shape", "dtype", "device")
+slot_of: Callable[[Tensor], Slot] = operator.attrgetter("shape", "dtype", "device")
 
 
 class Entry:
@@ -118,7 +118,7 @@ class Entry:
 
     def _note(self, tensors: list[Tensor], versions: list[int], alike: dict[int, list[Slot]]) -> None:
         """What the replay must save too, and what must not change until then."""
-        slots = list(map(_slot, tensors))
+        slots = list(map(slot_of, tensors))
         same = alike.setdefault(len(slots), slots)
         self.slots = same if same == slots else slots  # equal ones are one object: there are many
         ends = list(map(counter, tensors))
@@ -189,6 +189,21 @@ class Entry:
             packed.clear()
         return saved, before
 
+    def again(self, sources: list[list[Tensor]], target: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """A replay while it is captured in a graph (launch.py): what it saves, and the target before the update. What
+        else it depends on is as it was."""
+        packed: list[Tensor] = []
+        fresh_sources = [fresh(leaves, needs) for leaves, needs in zip(sources, self.source_grads, strict=True)]
+        with torch.enable_grad(), saved_tensors_hooks(packed.append, self._refuse_inside):
+            parts = self.step.call(fresh_sources, target)
+        before = self._unjoined(target, parts)
+        if len(self.slots) > self.fn_slots:
+            with torch.enable_grad(), saved_tensors_hooks(packed.append, self._refuse_inside):
+                self.step.join(fresh(before, self.target_grads), parts)
+        tensors = packed.copy()
+        packed.clear()
+        return tensors, before
+
     def _refuse_inside(self, _: None) -> Tensor:
         raise RuntimeError(f"{self} is not deterministic: it differentiates inside its replay, not in its forward")
 
@@ -203,7 +218,7 @@ class Entry:
     def _verify(self, saved: Saved, streams: Flat, counted: bool) -> None:
         """R7: the replay saved what the forward saved, and what both found there has not changed since."""
         tensors: list[Tensor] = saved.tensors  # type: ignore[assignment]
-        slots = list(map(_slot, tensors))
+        slots = list(map(slot_of, tensors))
         if slots != self.slots:
             self._refuse(slots)
         if counted:

@@ -31,6 +31,7 @@ class Known:
     def __init__(self, reached: Reached, entries: list[Binding]) -> None:
         # Not the module itself: whoever knows it would keep it alive.
         self.below, self.weights = reached.modules[1:], reached.weights
+        self.ways: list[Any] = []  # in which it was called, each with the graph of its replay: see launch.py
         once = {(id(where), name): (where, name, value) for where, name, value in reached.variables + entries}
         self.members, self.variables = reached.members, [*once.values()]
         self._kinds, self._dicts = [*map(type, reached.modules)], [*map(vars, reached.modules)]

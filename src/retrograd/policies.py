@@ -44,6 +44,7 @@ class Reverse(Policy):
     save: str | Sequence[Any] | None = None
     watch: float | None = None
     on_drift: Literal["warn", "raise"] = "warn"
+    graphed: bool = False
 
     def __post_init__(self) -> None:
         k = self.anchor_every
@@ -57,11 +58,15 @@ class Reverse(Policy):
             raise ValueError(f"Reverse: on_drift must be 'warn' or 'raise', not {self.on_drift!r}")
         if self.save is not None:
             object.__setattr__(self, "save", _saved(self.save))
+        if not isinstance(self.graphed, bool):
+            raise ValueError(f"Reverse: graphed must be True or False, not {self.graphed!r}")
+        if self.graphed and self.save is not None:
+            raise ValueError("Reverse: graphed=True captures whole replays, save= shortens them; use one of the two")
 
     def __reduce__(self) -> Any:
         """Operators cannot be pickled; their names can."""
         save = [str(operator) for operator in self.save] if isinstance(self.save, tuple) else self.save
-        return Reverse, (self.anchor_every, save, self.watch, self.on_drift)
+        return Reverse, (self.anchor_every, save, self.watch, self.on_drift, self.graphed)
 
 
 _ATTENTION = (

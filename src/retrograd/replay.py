@@ -71,9 +71,6 @@ class Call:
             out = self._first(function, [], states)
             if versions(plain.weights) != self.versions:
                 self._refuse_changes_by_fn()
-            if not plain.holds(update.fn):  # type: ignore[arg-type]
-                self.found, self.known = self.modules, None
-                self._bind(plain.members, plain.variables)
             return out, True
         return self._forward(reach(update.fn, update.kwargs), function, states)
 
@@ -169,11 +166,7 @@ class Call:
         Called where the surroundings are those of the forward.
         """
         stood = {} if stood is None else stood
-        if versions(self.read) != self.versions:
-            raise RuntimeError(
-                f"{self.update.label(self.index)}: {self._changed()} was changed in place between forward and "
-                "backward; change it after the backward, or give this update policy=Keep()"
-            )
+        self.check_unchanged()
         drawn = [(*each, state(each[0])) for each in self.random if each[2] is not None or self._elsewhere(each, stood)]
         if drawn or self.twin or self._differs():
             out = self._replay_as_it_was(function, drawn)
@@ -182,6 +175,38 @@ class Call:
         if self.shown and self.shown_changed():
             self._refuse_changed(out)
         return out
+
+    def check_unchanged(self) -> None:
+        """An error if something that `fn` reads has changed in place since the forward."""
+        if versions(self.read) != self.versions:
+            raise RuntimeError(
+                f"{self.update.label(self.index)}: {self._changed()} was changed in place between forward and "
+                "backward; change it after the backward, or give this update policy=Keep()"
+            )
+
+    def drawn(self) -> list[tuple[torch.Generator, Any, int]]:
+        """The generators that the forward moved: whence and whither."""
+        return [(generator, then, whither) for generator, then, whither in self.random if whither is not None]
+
+    def launch(self, graph: Callable[[], None]) -> None:
+        """Launch a graph of `fn`, with the random numbers of the forward."""
+        drawn = [(*each, state(each[0])) for each in self.drawn()]
+        try:
+            for generator, then, _, _ in drawn:
+                restore(generator, then)
+            graph()
+            if any(hash(state(generator)) != whither for generator, _, whither, _ in drawn):
+                self._refuse_drawn()
+        finally:
+            for generator, _, _, here in drawn:
+                restore(generator, here)
+
+    def _refuse_drawn(self) -> None:
+        raise RuntimeError(
+            f"{self.update.label(self.index)} draws other random numbers in its replay than in its forward (an "
+            "operator with dropout under Reverse(save=...), a fn that is not deterministic, or another thread "
+            "that draws from the same generator); give it policy=Keep(), or the thread a generator of its own"
+        )
 
     def _differs(self) -> bool:
         """Whether anything must be put back that the forward saw otherwise."""
@@ -219,11 +244,7 @@ class Call:
                 whither is not None and hash(end := state(generator)) != whither and end != then
                 for generator, then, whither, _ in drawn  # none at all is fine
             ):
-                raise RuntimeError(
-                    f"{self.update.label(self.index)} draws other random numbers in its replay than in its forward (an "
-                    "operator with dropout under Reverse(save=...), a fn that is not deterministic, or another thread "
-                    "that draws from the same generator); give it policy=Keep(), or the thread a generator of its own"
-                )
+                self._refuse_drawn()
             return out
         finally:
             for generator, _, _, here in drawn:

@@ -5,6 +5,7 @@ Which of them an update runs under, and what becomes of the tensors, is decided 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .streams import versions
@@ -33,6 +34,17 @@ class Saved:
         if tensor._version != self.versions[slot]:
             raise RuntimeError(self.changed(tensor, slot))
         return tensor
+
+    def forget(self, device: torch.device) -> bool:
+        """Drop what lies on a device; whether anything is left."""
+        left = False
+        for slot, tensor in enumerate(self.tensors):
+            if tensor is not None:
+                if tensor.device == device:
+                    self.tensors[slot] = None
+                else:
+                    left = True
+        return left
 
     def changed(self, tensor: Tensor, slot: int) -> str:
         return (

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -105,6 +105,19 @@ def _switch(here: Modes, there: Modes) -> None:
             set_allowed(allowed)
     if here[2] != there[2]:
         torch.set_default_dtype(there[2])
+
+
+def numerics() -> tuple[Any, ...]:
+    """What decides by which kernels something is computed, and so about its last bits."""
+    backends = torch.backends
+    return (
+        backends.cuda.matmul.fp32_precision,
+        backends.cudnn.conv.fp32_precision,  # pyright: ignore[reportAttributeAccessIssue]
+        torch.are_deterministic_algorithms_enabled(),
+        backends.cudnn.enabled,
+        backends.cudnn.benchmark,
+        backends.cudnn.deterministic,
+    )
 
 
 def default_generators(devices: Iterable[torch.device] = ()) -> list[torch.Generator]:

@@ -21,12 +21,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from .alarms import DriftWatch, RangeAlarms, settle_drifts
 from .auto import Learned
+from .capture import current as capturing
 from .entry import Entry, Flat, Slot
 from .joins import JOINS
+from .launch import Launched, replayed
 from .policies import Reverse
 from .saved import Saved, Storing, UntilEnough
 from .streams import dense, version
-from .surroundings import Surroundings, transformed
+from .surroundings import Surroundings, numerics, transformed
 from .update import Step
 
 _NOTHING = contextlib.nullcontext()
@@ -50,6 +52,7 @@ class Tape:
         self.sizes: list[int] = []
         self.passes: dict[int, Reversal] = {}
         self.finals: list[tuple[Tensor, int | None]] | None = None
+        self.lent: Callable[[], Lent | None] = lambda: None
         if "torch._dynamo" in sys.modules:
             _hide_from_dynamo()
 
@@ -63,7 +66,9 @@ class Tape:
         states: list[Any] = []  # of the generators, handed from update to update
         alike: dict[int, list[Slot]] = {}
         for position, entry in enumerate(self.entries):
-            entry.run(flat, functools.partial(self.serve, position), states, self.alarms, self.learned, alike)
+            served = functools.partial(self.serve, position)
+            unpack = Lent(self, position, served).__getitem__ if self.policy.graphed else served
+            entry.run(flat, unpack, states, self.alarms, self.learned, alike)
             if type(entry.step.update.join) not in JOINS:
                 states.clear()  # a join of one's own may draw random numbers
         self.sizes = [len(flat[name]) for name in self.names]
@@ -76,7 +81,10 @@ class Tape:
             self.passes.pop(next(iter(self.passes)))
         rest = iter(finals)
         streams = {name: [next(rest) for _ in range(size)] for name, size in zip(self.names, self.sizes, strict=True)}
-        reversal = self.passes[current] = Reversal(self.entries, streams, self.watch)
+        graphed = self.policy.graphed and not torch.is_grad_enabled() and capturing() is None
+        reversal = self.passes[current] = Reversal(self.entries, streams, self.watch, graphed=graphed)
+        if (lent := self.lent()) is not None:
+            lent.clear()  # of an earlier pass
         if self.alarms is not None:
             self.alarms.check(wait=False)
         if again:
@@ -114,6 +122,14 @@ class Tape:
             raise RuntimeError(f"{self.entries[position]}: {saved.changed(tensor, slot)}")
         return tensor
 
+    def lend(self, lent: Lent) -> None:
+        """Once an update is replayed: let autograd get at what its graph saved, if it has one."""
+        reversal = self.passes.get(_current_pass())
+        saved = None if reversal is None else reversal.captured.get(lent.position)
+        if type(saved) is Launched:
+            saved.lend(lent)
+            self.lent = weakref.ref(lent)
+
     def _captured(self, reversal: Reversal | None, position: int, slot: int) -> Saved:
         """What an update saves, after reversing the program up to there."""
         if reversal is None:
@@ -141,13 +157,31 @@ class Tape:
         return [leaf for leaf, _ in self.finals]
 
 
+class Lent(dict[int, Tensor]):
+    """What the graph of an update saved (launch.py), by slot: autograd gets at it here. What is not here, the tape
+    serves."""
+
+    __slots__ = ("tape", "position", "served", "__weakref__")
+
+    def __init__(self, tape: Tape, position: int, served: Callable[[int], Tensor]) -> None:
+        self.tape, self.position, self.served = tape, position, served
+
+    def __missing__(self, slot: int) -> Tensor:
+        tensor = self.served(slot)
+        if not self:
+            self.tape.lend(self)
+        return tensor
+
+
 class Reversal:
     """One backward pass over a tape: the streams as far as they are reconstructed, and what replays saved (R12)."""
 
-    def __init__(self, entries: list[Entry], streams: Flat, watch: DriftWatch | None) -> None:
+    def __init__(self, entries: list[Entry], streams: Flat, watch: DriftWatch | None, *, graphed: bool) -> None:
         self.entries, self.streams, self.watch = entries, streams, watch
+        self.graphed, self.numerics = graphed, numerics() if graphed else None
         self.position = len(entries)  # every update from here on is undone in `streams`
         self.captured: dict[int, Saved] = {}
+        self.placed: set[str] = set()  # streams that lie where graphs read and write them
         self.stood: dict[int, bool] = {}  # see Call.replay
         self.lock = threading.RLock()  # autograd runs one thread per device
 
@@ -165,7 +199,7 @@ class Reversal:
         entry = self.entries[self.position - 1]
         sharded = entry.call.sharded() if passing else []
         if _plain_here():
-            captured, before = entry.replay(self.streams, self.stood)
+            captured, before = replayed(entry, self) if self.graphed else entry.replay(self.streams, self.stood)
         else:
             with _outside_transforms(), _as_subclasses():
                 captured, before = entry.replay(self.streams, self.stood)
@@ -177,20 +211,26 @@ class Reversal:
         if self.position == 0 and self.watch is not None:
             self.watch.compare([leaf for leaves in self.streams.values() for leaf in leaves], _current_pass())
 
+    def move_out(self, name: str) -> None:
+        """Give a stream memory of its own: it lies in that of graphs (launch.py)."""
+        self.streams[name] = [leaf.clone() for leaf in self.streams[name]]
+        self.placed.discard(name)
+
+    def move_out_all(self) -> None:
+        """The same for all that lies there: another pass is about to use it."""
+        for name in [*self.placed]:
+            self.move_out(name)
+        for saved in self.captured.values():
+            if type(saved) is Launched:
+                saved.move_out()
+
     def _forget(self, device: torch.device) -> None:
         """Drop what later updates saved on this device and nobody took.
 
         Autograd runs the nodes of one device from the last to the first, so none of it will be asked for any more.
         """
         for position, saved in list(self.captured.items()):
-            left = False
-            for slot, tensor in enumerate(saved.tensors):
-                if tensor is not None:
-                    if tensor.device == device:
-                        saved.tensors[slot] = None
-                    else:
-                        left = True
-            if not left:
+            if not saved.forget(device):
                 del self.captured[position]
 
     def _again(self, position: int) -> Saved:
@@ -251,7 +291,15 @@ def _hide_from_dynamo() -> None:
     """A compiled fn calls the hooks where Dynamo watches, which would compile them too, anew for each slot."""
     from torch._dynamo.eval_frame import skip_code
 
-    for hook in (Saved.pack, Storing.pack, UntilEnough.pack, Saved.unpack, Entry._refuse_inside, Tape.serve):
+    for hook in (
+        Saved.pack,
+        Storing.pack,
+        UntilEnough.pack,
+        Saved.unpack,
+        Entry._refuse_inside,
+        Lent.__missing__,
+        Tape.serve,
+    ):
         skip_code(hook.__code__)
 
 

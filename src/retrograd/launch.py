@@ -1,0 +1,366 @@
+"""Replays as CUDA graphs: `Reverse(graphed=True)`.
+
+Where tensors are small the host takes longer to launch a replay, kernel by kernel, than the device to run it. What a
+plain module (plain.py) launches is known, so its replay is captured once and launched whole ever after. Autograd sees
+no difference: its own nodes differentiate what the graph saved.
+
+A graph reads and writes the same memory at each launch. So all graphs share an arena: the streams, which each of them
+takes one update back in place, and one piece of memory for what they save, since only one replay is being
+differentiated at a time. When another pass comes to use it, what is left there is moved out first.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .entry import Entry, Flat, slot_of
+from .saved import Saved
+from .streams import counter
+
+if TYPE_CHECKING:
+    from .tape import Reversal
+
+T = TypeVar("T")
+
+KIND = "cuda"
+"""The kind of device that has graphs."""
+
+MOST = 16
+"""So many graphs of one module are made. Where shapes change all the time, more would cost more than they give."""
+
+Replay = tuple[Saved, list[Tensor]]
+
+
+class Launched(Saved):
+    """What a graph saved: it lies in the arena, until the next launch."""
+
+    __slots__ = ("arena", "lent")
+
+    def __init__(self, arena: Arena, tensors: list[Tensor], lent: dict[int, Tensor]) -> None:
+        self.tensors: list[Tensor | None] = [*tensors]
+        self.versions = [*map(counter, tensors)]
+        self.arena, self.lent = arena, lent
+
+    def lend(self, borrower: dict[int, Tensor]) -> None:
+        """Until the next launch: all that nobody else can change meanwhile."""
+        borrower.update(self.lent)
+        self.arena.borrower = weakref.ref(borrower)
+
+    def forget(self, device: torch.device) -> bool:
+        return device != self.arena.device
+
+    def move_out(self) -> None:
+        """Into memory of its own."""
+        self.tensors = [None if tensor is None else tensor.clone() for tensor in self.tensors]
+        self.versions = [0] * len(self.tensors)
+        self.lent = {}
+
+
+class Arena:
+    """The memory that the graphs of one thread have in common, on one stream of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.aside = torch.cuda.Stream(device)
+        self.streams: weakref.WeakValueDictionary[Any, Tensor] = weakref.WeakValueDictionary()
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.pool: Any = None
+        self.user: Callable[[], Reversal | None] = lambda: None
+        self.borrower: Callable[[], dict[int, Tensor] | None] = lambda: None
+
+    def take(self, reversal: Reversal) -> None:
+        """This pass is about to launch something."""
+        if (borrower := self.borrower()) is not None:
+            borrower.clear()
+        before = self.user()
+        if before is not reversal:
+            if before is not None:
+                before.move_out_all()
+            self.user = weakref.ref(reversal)
+
+    def place(self, name: str, leaf: Tensor) -> Tensor:
+        """Where graphs find a stream that is laid out like this one."""
+        key = name, leaf.shape, leaf.stride(), leaf.dtype
+        place = self.streams.get(key)
+        if place is None:
+            place = self.streams[key] = torch.empty_like(leaf)
+        return place
+
+    def record(self, function: Callable[[], T]) -> tuple[T, Any]:
+        """What a function returns, and a graph of all that it launches. The device does not run it."""
+        if not self.graphs:  # a pool ends with its last graph
+            self.pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        self.aside.wait_stream(torch.cuda.current_stream(self.device))
+        collecting = gc.isenabled()
+        gc.disable()  # a graph must not be freed while another one is captured
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.aside):
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    out = function()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        self.graphs.add(graph)
+        return out, graph
+
+
+class Launch:
+    """The replay of one update, captured."""
+
+    def __init__(self, entry: Entry, arena: Arena, streams: Flat, ordinary: Saved) -> None:
+        """`streams` are those after the update, `ordinary` is what a replay without a graph saves."""
+        update, known = entry.step.update, entry.call.known
+        assert known is not None
+        self.arena, self.target, self.slots, self.weights = arena, update.target, entry.slots, known.weights
+        self.pointers = self._pointers()
+        self.names = update.target, *update.sources
+        self.places = [(name, arena.place(name, streams[name][0])) for name in self.names]
+        (_, target), *sources = self.places
+
+        def replay() -> list[Tensor]:
+            tensors, before = entry.again([[source] for _, source in sources], [target])
+            target.copy_(before[0])
+            return tensors
+
+        captured, self.graph = entry.call.surroundings.run(lambda: arena.record(replay))
+        elsewhere = {tensor.untyped_storage().data_ptr() for _, tensor in self.places}
+        weights = {weight.untyped_storage().data_ptr() for weight in self.weights}
+        self.tensors: list[Tensor] = []
+        self.lent: dict[int, Tensor] = {}
+        for slot, (tensor, usual) in enumerate(zip(captured, ordinary.tensors, strict=False)):
+            assert usual is not None
+            where = tensor.untyped_storage().data_ptr()
+            if usual.device != arena.device:  # a constant; while torch captures, some lie on the device
+                tensor = usual.clone()
+            elif where not in elsewhere and where not in weights:
+                tensor = _in_place(tensor, self.graph)
+            self.tensors.append(tensor.detach())
+            if where not in weights:
+                self.lent[slot] = self.tensors[-1]
+
+    def _pointers(self) -> list[int]:
+        return [weight.data_ptr() for weight in self.weights]
+
+    def moved(self) -> bool:
+        """Whether a weight lies elsewhere than at the capture: `weight.data = ...`."""
+        return self._pointers() != self.pointers
+
+    def run(self, entry: Entry, streams: Flat) -> Replay:
+        """Launch it, with the random numbers of the forward. `streams` are taken one update back."""
+        for name, place in self.places:
+            if (leaf := streams[name][0]) is not place:
+                place.copy_(leaf)
+                streams[name] = [place]
+        entry.call.launch(self.graph.replay)
+        return Launched(self.arena, self.tensors, self.lent), streams[self.target]
+
+    def agrees(self, launched: Replay, ordinary: Replay) -> bool:
+        """Whether it computed what a replay without a graph did, to the bit."""
+        saved, usual = [*launched[0].tensors, *launched[1]], [*ordinary[0].tensors, *ordinary[1]]
+        return [*map(slot_of, self.tensors)] == self.slots and all(
+            torch.equal(_bits(a), _bits(b))
+            for a, b in zip(saved, usual, strict=True)  # integers may be seeds of a dropout by zero: not set
+            if a.is_floating_point() or a.is_complex()
+        )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+class _Memory:
+    """The memory of a tensor that was allocated in a capture, for as long as the graph lives. It is described as Numba
+    and CuPy do it, which torch reads. So the tensor itself can go, and the next capture use the same memory."""
+
+    def __init__(self, tensor: Tensor, graph: Any) -> None:
+        storage = tensor.untyped_storage()
+        self.graph = graph
+        self.__cuda_array_interface__ = {
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": (storage.data_ptr(), False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+def _in_place(tensor: Tensor, graph: Any) -> Tensor:
+    """The same tensor, which does not own its memory."""
+    if not tensor.numel():
+        return torch.empty_like(tensor)
+    memory = torch.as_tensor(_Memory(tensor, graph), device=tensor.device)
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+class Way:
+    """One way in which a module is called."""
+
+    __slots__ = ("kind", "replays", "launch", "refused")
+
+    def __init__(self, kind: Any) -> None:
+        self.kind, self.replays, self.refused = kind, 0, False
+        self.launch: Launch | None = None
+
+
+class _Arenas(threading.local):
+    """Those of a thread: autograd has one for each device."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[torch.device, Any], Arena] = {}
+
+    def on(self, device: torch.device) -> Arena:
+        key = device, torch.cuda.current_stream(device)
+        if (arena := self.found.get(key)) is None:
+            arena = self.found[key] = Arena(device)
+        return arena
+
+
+_arenas = _Arenas()
+
+
+def replayed(entry: Entry, reversal: Reversal) -> Replay:
+    """The replay of an update, by its graph if it has one.
+
+    The first replay is as ever, since libraries may set themselves up in it. The second is too, and is captured.
+    """
+    way = _way(entry, reversal)
+    if way is None or way.refused or not way.replays:
+        if way is not None:
+            way.replays = 1
+        return _ordinary(entry, reversal)
+    arena, launch = way.kind[0], way.launch
+    if launch is None or launch.moved():
+        return _capture(entry, reversal, arena, way)
+    if launch.slots != entry.slots:
+        return _ordinary(entry, reversal)
+    entry.call.check_unchanged()
+    arena.take(reversal)
+    reversal.placed.update(launch.names)
+    return launch.run(entry, reversal.streams)
+
+
+def _ordinary(entry: Entry, reversal: Reversal) -> Replay:
+    """A replay without a graph, from streams of its own: custom functions may hold on to what it saves."""
+    update = entry.step.update
+    for name in reversal.placed.intersection((update.target, *update.sources)):
+        reversal.move_out(name)
+    return entry.replay(reversal.streams, reversal.stood)
+
+
+def _capture(entry: Entry, reversal: Reversal, arena: Arena, way: Way) -> Replay:
+    """A replay without a graph, and a graph of it if that computes the same."""
+    with _waiting() as waits:
+        ordinary = _ordinary(entry, reversal)
+    if waits:
+        way.refused = True
+        _warn(entry, "it waits for the device (.item(), say)")
+        return ordinary
+    arena.take(reversal)
+    streams = dict(reversal.streams)
+    try:
+        launch = Launch(entry, arena, streams, ordinary[0])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise RuntimeError(
+            f"{entry}: its replay cannot be captured in a CUDA graph; give it policy=Reverse(), without graphed"
+        ) from error
+    if launch.agrees(launch.run(entry, streams), ordinary):
+        way.launch = launch
+    else:
+        way.refused = True
+        _warn(entry, "its graph computes something else than it does")
+    return ordinary
+
+
+def _way(entry: Entry, reversal: Reversal) -> Way | None:
+    """The way in which this module was called, if a graph can replay that."""
+    step, call, streams = entry.step, entry.call, reversal.streams
+    target = streams[step.update.target]
+    if not target or type(target[0]) is not Tensor or target[0].device.type != KIND:
+        return None
+    single = step.tensors and step.structures[step.update.target] is None
+    if not single or call.known is None or entry.ends is not entry.versions or entry.differentiates:
+        return _warn(
+            entry,
+            "only that of a plain module can be one (parameters, numbers, other such modules; no buffers or hooks) "
+            "that is called without keywords, on streams that are single tensors",
+        )
+    kind = _kind(entry, reversal, arena := _arenas.on(target[0].device))
+    ways = call.known.ways
+    for way in ways:
+        if way.kind == kind:
+            return way
+    if len(ways) == MOST:
+        return _warn(entry, f"it was called in {MOST} ways already (with other shapes, say); pad its inputs")
+    leaves = [leaf for name in (step.update.target, *step.update.sources) for leaf in streams[name]]
+    tensors = [*leaves, *call.known.weights]
+    if any(each.device != arena.device for each in tensors + [generator for generator, _, _ in call.drawn()]):
+        return _warn(entry, f"it uses or draws from something that is not on {arena.device}")
+    if any(leaf.stride() != torch.empty_like(leaf, device="meta").stride() for leaf in leaves):
+        return _warn(entry, "one of its streams has gaps or overlaps in memory")
+    ways.append(way := Way(kind))
+    return way
+
+
+def _kind(entry: Entry, reversal: Reversal, arena: Arena) -> Any:
+    """What a graph depends on besides what Known holds, and the values in its arena and in the weights."""
+    step, call = entry.step, entry.call
+    update = step.update
+    return (
+        arena,
+        update.target,
+        update.sources,
+        update.join,
+        step.fn is update.fn,
+        entry.source_grads,
+        entry.target_grads,
+        call.needs,
+        len(call.drawn()),
+        call.surroundings.modes,
+        reversal.numerics,
+        [
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+            for name in (update.target, *update.sources)
+            for leaf in reversal.streams[name]
+        ],
+    )
+
+
+@contextmanager
+def _waiting() -> Iterator[list[Any]]:
+    """Whether something inside waits for the device. Other threads are seen too, so it may be found where it is not."""
+    mode = torch.cuda.get_sync_debug_mode()
+    found: list[Any] = []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+            found += [each for each in seen if "called a synchronizing" in str(each.message)]
+
+
+_warned: set[tuple[type, str]] = set()
+
+
+def _warn(entry: Entry, reason: str) -> None:
+    """Once for each kind of function and reason."""
+    kind = type(entry.step.update.fn), reason
+    if kind not in _warned:
+        _warned.add(kind)
+        warnings.warn(f"{entry} is replayed without a CUDA graph: {reason}", stacklevel=2)
