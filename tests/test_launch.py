@@ -5,8 +5,10 @@ import copy
 import gc
 import pickle
 import sys
+import types
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -294,13 +296,18 @@ def test_two_backward_passes_over_one_forward(arena):
 
 def test_one_update_is_looked_at_anew_by_each_pass(arena):
     """What it saved is still there from the pass before, but its weight is another."""
-    fn, x = feed_forward(), {"a": tokens(), "b": tokens()}
+    fn, x = nn.Linear(WIDTH, WIDTH), {"a": tokens(), "b": tokens()}
+
+    def run() -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return rg.run([rg.Update("a", fn, "b")], x, policy=GRAPHED)["a"].sum()
+
     for _ in range(3):
-        rg.run([rg.Update("a", fn, "b")], x, policy=GRAPHED)["a"].sum().backward()
-    loss = rg.run([rg.Update("a", fn, "b")], x, policy=GRAPHED)["a"].sum()
+        run().backward()
+    loss = run()
     loss.backward(retain_graph=True)
     with torch.no_grad():
-        fn[1].weight.mul_(2)
+        fn.weight.mul_(2)
     with pytest.raises(RuntimeError, match="changed in place"):
         loss.backward()
 
@@ -437,6 +444,16 @@ def test_other_random_numbers_are_refused(arena):
         graph.replay = lambda: None  # draws nothing
     with pytest.raises(RuntimeError, match="draws other random numbers in its replay"):
         gradients(net, x)
+
+
+def test_generators_are_left_where_they_were(arena):
+    net, x = network(dropout=0.5), tokens()
+    for _ in range(4):
+        loss = net(x).sum()
+        before = torch.get_rng_state()
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), before)
+    assert arena.launched
 
 
 def test_inside_a_captured_step_nothing_is_launched(arena):
@@ -584,3 +601,208 @@ def test_what_is_replayed_without_a_graph_has_streams_of_its_own(arena):
     for _ in range(4):
         assert equal(run(GRAPHED), run(rg.Reverse()))
     assert arena.launched
+
+
+def test_one_module_in_several_updates(arena):
+    """With other joins, and with its sources in another order."""
+    fn, x = Mixed(2, 1, 0.0), {"a": tokens(), "b": tokens(), "c": tokens()}
+    first = rg.Update("a", fn, ("b", "c"))
+    updates = [first, replace(first, join=rg.Scale(1.0, 0.5)), replace(first, sources=("c", "b")), first]
+    leaves = [*x.values(), *fn.parameters()]
+
+    def run(policy):
+        return torch.autograd.grad(rg.run(updates, x, policy=policy)["a"].sin().sum(), leaves)
+
+    for _ in range(4):
+        assert equal(run(GRAPHED), run(rg.Reverse()))
+    assert arena.recorded == 3
+
+
+class InPlace(nn.Module):
+    """It changes what it has saved: autograd refuses to differentiate that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        out = self.linear(x).exp()
+        return out.mul_(2)
+
+
+class Inside(InPlace):
+    """It differentiates inside."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.linear(z).sin().sum(), z)
+        return self.linear(x) * slope
+
+
+@pytest.mark.filterwarnings("ignore:update . .* is replayed without a CUDA graph")
+def test_what_autograd_refuses_is_refused(arena):
+    x = {"a": tokens(), "b": tokens()}
+    for _ in range(4):
+        out = rg.run([rg.Update("a", InPlace(), "b")], x, policy=GRAPHED)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            out["a"].sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:update . .* is replayed without a CUDA graph")
+def test_what_differentiates_inside(arena):
+    fn, x = Inside(), {"a": tokens(), "b": tokens()}
+    for _ in range(4):
+        a, b = (
+            torch.autograd.grad(rg.run([rg.Update("a", fn, "b")], x, policy=policy)["a"].sum(), [*fn.parameters()])
+            for policy in (GRAPHED, rg.Reverse())
+        )
+        assert equal(a, b)
+
+
+def test_what_needs_no_gradient(arena):
+    """The same sizes, and other tensors saved."""
+    fn, x = feed_forward(), {"a": tokens(), "b": tokens()}
+    for _ in range(3):
+        for needed in (True, False):
+            x["b"].requires_grad_(needed)
+            leaves = [*fn.parameters()]
+            a, b = (
+                torch.autograd.grad(rg.run([rg.Update("a", fn, "b")], x, policy=policy)["a"].sin().sum(), leaves)
+                for policy in (GRAPHED, rg.Reverse())
+            )
+            assert equal(a, b)
+    assert arena.recorded == 2
+
+
+# What code reads: a graph holds it as it was at the capture
+
+
+def helper(x):
+    return x * 2
+
+
+def other(x):
+    return x * 3
+
+
+SCALE = 2.0
+
+
+class Settings:
+    scale = 2.0
+
+
+class Reads(nn.Module):
+    scale = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.conv = nn.Linear(WIDTH, WIDTH), nn.Conv1d(4, 4, 3, padding=1)
+
+
+class ReadsClass(Reads):
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+class ReadsGlobal(Reads):
+    def forward(self, x):
+        return self.linear(x) * SCALE
+
+
+class ReadsFunction(Reads):
+    def forward(self, x):
+        return helper(self.linear(x))
+
+
+class ReadsMethod(Reads):
+    def forward(self, x):
+        return self.inner(x)
+
+    def inner(self, x):
+        return self.linear(x) * 2
+
+
+class ReadsLayer(Reads):
+    def forward(self, x):
+        return self.conv(x)
+
+
+class ReadsSettings(Reads):
+    def forward(self, x):
+        return self.linear(x) * Settings.scale
+
+
+class ReadsModule(Reads):
+    def forward(self, x):
+        return self.linear(x) * settings_module.scale
+
+
+class ReadsByName(Reads):
+    def forward(self, x):
+        return self.linear(x) * getattr(self, "scale")  # noqa: B009
+
+
+class ReadsAttribute(Reads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings
+
+    def forward(self, x):
+        return self.linear(x) * self.settings.scale
+
+
+def reads_closure():
+    scale = 2.0
+
+    class ReadsClosure(Reads):
+        def forward(self, x):
+            return self.linear(x) * scale
+
+    def change():
+        nonlocal scale
+        scale = 3.0
+
+    return ReadsClosure, change
+
+
+settings_module = types.ModuleType("settings_module")
+settings_module.scale = 2.0  # type: ignore[attr-defined]
+ReadsClosure, _change = reads_closure()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "captured"),
+    [
+        (ReadsClass, lambda fn, patch: patch.setattr(ReadsClass, "scale", 3.0), True),
+        (ReadsClass, lambda fn, patch: setattr(fn, "scale", 3.0), True),
+        (ReadsGlobal, lambda fn, patch: patch.setitem(globals(), "SCALE", 3.0), True),
+        (ReadsFunction, lambda fn, patch: patch.setitem(globals(), "helper", other), True),
+        (ReadsMethod, lambda fn, patch: patch.setattr(ReadsMethod, "inner", lambda fn, x: fn.linear(x) * 3), True),
+        (ReadsLayer, lambda fn, patch: (setattr(fn.conv, "dilation", (2,)), setattr(fn.conv, "padding", (2,))), True),
+        (ReadsSettings, lambda fn, patch: patch.setattr(Settings, "scale", 3.0), False),
+        (ReadsModule, lambda fn, patch: patch.setattr(settings_module, "scale", 3.0), False),
+        (ReadsByName, lambda fn, patch: patch.setattr(Reads, "scale", 3.0), False),
+        (ReadsAttribute, lambda fn, patch: patch.setattr(Settings, "scale", 3.0), False),
+        (ReadsClosure, lambda fn, patch: _change(), False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:update . .* is replayed without a CUDA graph")
+def test_what_its_code_reads_is_changed_between_two_steps(arena, monkeypatch, kind, change, captured):
+    fn, x = kind(), {"a": tokens(), "b": tokens()}
+    leaves = [x["b"], *fn.parameters()]
+
+    def run(policy):
+        out = rg.run([rg.Update("a", fn, "b"), rg.Update("b", fn, "a")], x, policy=policy)
+        return torch.autograd.grad((out["a"] * out["b"]).sin().sum(), leaves, allow_unused=True)
+
+    for _ in range(3):
+        before = run(GRAPHED)
+        assert equal(before, run(rg.Reverse()))
+    assert bool(arena.recorded) == captured
+    change(fn, monkeypatch)
+    for _ in range(3):
+        after = run(GRAPHED)
+        assert equal(after, run(rg.Reverse()))
+    assert not equal(before, after)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .entry import Entry, Flat, slot_of
+from .plain import stands as code_stands
 from .saved import Saved
 from .streams import counter
 
@@ -299,6 +300,10 @@ def _way(entry: Entry, reversal: Reversal) -> Way | None:
             "only that of a plain module can be one (parameters, numbers, other such modules; no buffers or hooks) "
             "that is called without keywords, on streams that are single tensors",
         )
+    if (stands := reversal.standing.get(call.known.code)) is None:
+        stands = reversal.standing[call.known.code] = code_stands(call.known.code)
+    if not stands:
+        return _warn(entry, "its code reads what may change unseen (of modules, classes, closures), or has changed")
     kind = _kind(entry, reversal, arena := _arenas.on(target[0].device))
     ways = call.known.ways
     for way in ways:

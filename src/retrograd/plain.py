@@ -15,10 +15,14 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .bindings import MISSING, Binding, Swapped, exchange, exchange_all
-from .reach import FORWARD, PLAIN, REGISTRIES, Reached, named_by, of_torch, package_of, reach
+from .reach import FORWARD, PLAIN, REGISTRIES, Reached, bound_by, code_of, constant, of_torch, package_of, reach
 
 _CORE = ("_parameters", "_forward_hooks", "_forward_pre_hooks")
 _INNER = ("_buffers", "_modules")  # nothing that comes into these changes what a layer of torch computes
+
+
+ReadBy = tuple[tuple[type, frozenset[str]] | None, ...]
+"""The classes and methods whose code reads what is in a module; None where that may lead anywhere."""
 
 
 class Known:
@@ -28,8 +32,9 @@ class Known:
     numbers, words and the like: no buffers, hooks, or tensors of its own. Most networks are.
     """
 
-    def __init__(self, reached: Reached, entries: list[Binding]) -> None:
+    def __init__(self, reached: Reached, entries: list[Binding], code: ReadBy) -> None:
         # Not the module itself: whoever knows it would keep it alive.
+        self.code = code
         self.below, self.weights = reached.modules[1:], reached.weights
         self.ways: list[Any] = []  # in which it was called, each with the graph of its replay: see launch.py
         once = {(id(where), name): (where, name, value) for where, name, value in reached.variables + entries}
@@ -83,10 +88,10 @@ def known(fn: Any) -> Known | None:
             return entry[1]
     elif not isinstance(fn, nn.Module):
         return None
-    entries = _plain(fn)
-    if entries is not None and any(map(_is_disturbed, fn.modules())):
+    plain = _plain(fn)
+    if plain is not None and any(map(_is_disturbed, fn.modules())):
         return None  # at this call
-    found = None if entries is None else Known(reach(fn, {}), entries)
+    found = None if plain is None else Known(reach(fn, {}), *plain)
     key = id(fn)
 
     def forget(gone: weakref.ref[nn.Module]) -> None:
@@ -106,9 +111,20 @@ def _is_disturbed(module: nn.Module) -> bool:
     )
 
 
-def _plain(fn: nn.Module) -> list[Binding] | None:
-    """Where the entries stand that make a module plain, and what they are; None if it is not."""
+def stands(code: ReadBy) -> bool:
+    """Whether all that the code of a plain module reads can be told, and is bound as it was when it was first seen."""
+    for each in code:
+        bound = None if each is None else bound_by(*each)
+        if bound is None or any(where.get(name, MISSING) is not value for where, name, value in bound):
+            return False
+    return True
+
+
+def _plain(fn: nn.Module) -> tuple[list[Binding], ReadBy] | None:
+    """Where the entries stand that make a module plain, and what they are, and what code reads them; None if it is not
+    plain."""
     entries: list[Binding] = []
+    read_by: dict[Any, None] = {}
     called = FORWARD
     for module in fn.modules():
         mine, kind = vars(module), type(module)
@@ -119,19 +135,20 @@ def _plain(fn: nn.Module) -> list[Binding] | None:
         entries += [(mine, name, mine[name]) for name in _CORE]
         if any(issubclass(type(value), Tensor) for value in mine.values()):  # a dead proxy is no instance of anything
             return None
-        if _is_layer(module):
-            continue
-        entries += [(mine, name, mine[name]) for name in _INNER]
-        if of_torch(kind):
-            continue
         attributes = [(mine, name, value) for name, value in mine.items() if name not in REGISTRIES]
-        found, called = named_by(kind, called)
-        named = [(where, name, where.get(name)) for where, name in found]
+        if not _is_layer(module):
+            entries += [(mine, name, mine[name]) for name in _INNER]
+        if of_torch(kind):
+            entries += attributes
+            continue
+        read_by[(kind, called) if all(constant(value) for _, _, value in attributes) else None] = None
+        code = code_of(kind, called)
+        named, called = [(where, name, where.get(name)) for where, name in code.named], code.names
         for where, name, value in attributes + named:
             if name != "forward" and not (type(where) is dict and _means_itself(value)):
                 return None
         entries += attributes + named
-    return entries
+    return entries, tuple(read_by)
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +70,9 @@ class Reached:
             self.look([*module._forward_hooks.values(), *module._forward_pre_hooks.values()], 3)
         if not of_torch(kind := type(module)):
             self._attributes(module, own)
-            named, called = named_by(kind, called)
-            self._names(named)
+            code = code_of(kind, called)
+            self._names(code.named)
+            called = code.names
         else:
             self._entries(module.__dict__, (Tensor,))  # the p of a dropout; a tensor in place of a parameter
             if own:
@@ -183,7 +184,7 @@ def reach(fn: Any, kwargs: Mapping[str, Any]) -> Reached:
     else:
         reached.look(fn, 5)
         if not isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
-            reached._names(named_by(type(fn), CALL)[0])
+            reached._names(code_of(type(fn), CALL).named)
     return reached
 
 
@@ -247,11 +248,17 @@ def _globals_of(code: types.CodeType) -> tuple[str, ...]:
     return tuple(names)
 
 
+class Code(NamedTuple):
+    """Methods of a class, with what they call of it and of its package."""
+
+    named: tuple[tuple[Any, str], ...]  # the globals and class attributes that they name, less what can hold nothing
+    names: frozenset[str]  # all names in their code
+    functions: frozenset[types.FunctionType]
+
+
 @functools.lru_cache(1024)
-def named_by(kind: type, methods: frozenset[str]) -> tuple[tuple[tuple[Any, str], ...], frozenset[str]]:
-    """The globals and class attributes that methods of a class name, and what they call of it and of its package, less
-    what can hold nothing; and all names in their code. These are found once for a class; what they are bound to, at
-    each call."""
+def code_of(kind: type, methods: frozenset[str]) -> Code:
+    """What these methods of a class name. This is found once for a class; what the names are bound to, at each call."""
     found: dict[tuple[int, str], tuple[Any, str]] = {}
     package, functions, names = kind.__module__.split(".")[0], [], [*methods]
     seen: set[str] = set()
@@ -283,7 +290,57 @@ def named_by(kind: type, methods: frozenset[str]) -> tuple[tuple[tuple[Any, str]
                 functions += [value] if package_of(value) == package != "retrograd" else []
             elif value is not MISSING and not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
                 found[id(function.__globals__), name] = function.__globals__, name
-    return tuple(found.values()), frozenset(seen)
+    return Code(tuple(found.values()), frozenset(seen), frozenset(searched))
+
+
+@functools.lru_cache(1024)
+def bound_by(kind: type, methods: frozenset[str]) -> tuple[Binding, ...] | None:
+    """All that these methods of a class can read besides their module, its arguments and what they are seen to name,
+    and what it is bound to: only what is constant. None where that cannot be told."""
+    code = code_of(kind, methods)
+    seen = {(id(where), name) for where, name in code.named}
+    bound: list[Binding] = [
+        (vars(base), name, vars(base).get(name, MISSING))
+        for base in kind.__mro__
+        if base not in (object, nn.Module) and _package(base) != "torch"
+        for name in code.names
+    ]
+    for function in code.functions:
+        names, where = _globals_of(function.__code__), function.__globals__
+        closed = set(function.__code__.co_freevars) <= {"__class__"}
+        if not (closed and _ANYTHING.isdisjoint(names) and _imports_torch_alone(function.__code__)):
+            return None
+        bound += [(where, name, where.get(name, MISSING)) for name in names if (id(where), name) not in seen]
+    followed = (types.FunctionType, property, classmethod, staticmethod)
+    if not all(value is MISSING or isinstance(value, followed) or constant(value) for _, _, value in bound):
+        return None
+    return tuple(bound)
+
+
+_ANYTHING = frozenset({"eval", "exec", "compile", "globals", "vars", "open", "input", "__import__", "getattr"})
+_FIXED = frozenset({"torch", "math", "builtins", "operator"})
+"""Packages in which nothing changes."""
+
+
+def constant(value: Any) -> bool:
+    """Whether this is the same wherever it is read, and leads to nothing that may change."""
+    if isinstance(value, tuple):
+        return all(map(constant, value))
+    if isinstance(value, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
+        return _package(value) in _FIXED
+    return type(value) in PLAIN or isinstance(value, torch.device)
+
+
+def _package(value: Any) -> str:
+    """Of a module, a class or a function; those that are built in may have it from what they belong to."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return str(name or getattr(getattr(value, "__self__", None), "__module__", "")).split(".")[0]
+
+
+def _imports_torch_alone(code: types.CodeType) -> bool:
+    imports = (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME")
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return all(name.split(".")[0] in _FIXED for name in imports) and all(map(_imports_torch_alone, inner))
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

@@ -25,6 +25,7 @@ from .capture import current as capturing
 from .entry import Entry, Flat, Slot
 from .joins import JOINS
 from .launch import Launched, replayed
+from .plain import ReadBy
 from .policies import Reverse
 from .saved import Saved, Storing, UntilEnough
 from .streams import dense, version
@@ -182,6 +183,7 @@ class Reversal:
         self.position = len(entries)  # every update from here on is undone in `streams`
         self.captured: dict[int, Saved] = {}
         self.placed: set[str] = set()  # streams that lie where graphs read and write them
+        self.standing: dict[ReadBy, bool] = {}  # see plain.stands
         self.stood: dict[int, bool] = {}  # see Call.replay
         self.lock = threading.RLock()  # autograd runs one thread per device
 
