@@ -254,7 +254,7 @@ def run(bench: Bench, step: Step, base: int, whole: bool) -> dict[str, Any]:
     timed(step, device, 0, configuration.warmups, "warm-up")
     release(bench)
     say(phase="memory")
-    held = allocated(device) - base
+    held = allocated(device) - base + (0 if bench.contender.around else for_graphs(device))
     result: dict[str, Any] = {"memory_bytes": held + peak_of(step, device)}
     if device.type == "cpu" and not bench.contender.compiled:
         result["live_bytes"] = live_bytes(step)
@@ -280,6 +280,12 @@ def run(bench: Bench, step: Step, base: int, whole: bool) -> dict[str, Any]:
 def allocated(device: torch.device) -> int:
     """Bytes that are allocated now; not known on a CPU, where it does not matter."""
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def for_graphs(device: torch.device) -> int:
+    """Bytes that are set aside for CUDA graphs and not allocated: a graph uses them whenever it is launched."""
+    segments = torch.cuda.memory_snapshot() if device.type == "cuda" else []
+    return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
 
 
 def forward_times(bench: Bench, *, graph: bool) -> list[float]:
