@@ -165,6 +165,8 @@ def reverse(blocks: Blocks, x: Tensor) -> Network:
 
 @contender("reverse-launched", "retrograd Reverse(graphed=True)")
 def reverse_launched(blocks: Blocks, x: Tensor) -> Network:
+    if x.device.type != "cuda":
+        raise Skip("a CUDA graph needs CUDA")
     return rg.ReversibleSequence(blocks, policy=made("Reverse", graphed=True))
 
 
@@ -186,6 +188,11 @@ def reverse_half(blocks: Blocks, x: Tensor) -> Network:
 @contender("reverse-compiled", "retrograd, f and g compiled", compiled=True)
 def reverse_compiled(blocks: Blocks, x: Tensor) -> Network:
     return rg.ReversibleSequence(each_compiled(blocks))
+
+
+@contender("reverse-launched-compiled", "retrograd Reverse(graphed=True), f and g compiled", compiled=True)
+def reverse_launched_compiled(blocks: Blocks, x: Tensor) -> Network:
+    return reverse_launched(each_compiled(blocks), x)
 
 
 @contender("reverse-output", 'retrograd Reverse(save="output")')

@@ -32,6 +32,8 @@ SHORT = {  # names in a plot, where the contender's own is no word
     "reverse-compiled-graphed": "Reverse, compiled, in a graph",
     "reverse-graphed": "Reverse in a graph",
     "reverse-half": "half Keep",
+    "reverse-launched": "Reverse(graphed=True)",
+    "reverse-launched-compiled": "Reverse(graphed=True), compiled",
     "reverse-momentum": "Momentum",
     "reverse-output": 'Reverse(save="output")',
 }
@@ -51,6 +53,8 @@ def add_ratios(runs: list[Run]) -> None:
             run["time_ratio"] = run["step_ms"] / run.get("beside_ms", base["step_ms"])
             least = run.get("beside_ms_min", base["step_ms_min"])
             run["least_time_ratio"] = run["step_ms_min"] / least  # the steadier one on a busy machine
+            if "beside_forward_ms" in run:
+                run["to_floor"] = run["step_ms"] / (run["beside_ms"] + run["beside_forward_ms"])
             run["memory_ratio"] = run["memory_bytes"] / base["memory_bytes"]
         if "forward_ms" in run:  # reversing everything cannot cost less than one more forward
             run["floor_ratio"] = 1 + run["forward_ms"] / run["step_ms"]
@@ -99,7 +103,7 @@ def tables(results: dict[str, Any]) -> str:
     for _, runs in grouped(results["runs"], "measure"):
         sizes = runs[0]["configuration"]
         parts.append("{name}: d{width} n{tokens} b{batch}, {blocks} blocks".format(**sizes) + floor(runs))
-        columns = ["contender", "step", "to kept", "least", "to kept", "memory", "to kept", "error", ""]
+        columns = ["contender", "step", "to kept", "to floor", "least", "to kept", "memory", "to kept", "error", ""]
         parts.append(table(columns, map(row, runs)))
     for name, runs in grouped(results["runs"], "largest"):
         parts.append(f"{name}: the largest that fits, weights and gradients included")
@@ -125,8 +129,8 @@ def floor(runs: list[Run]) -> str:
 
 def row(run: Run) -> list[str]:
     if run["status"] != "ok":
-        return [run["title"], run["status"], *6 * [""], short(run["reason"])]
-    median = [f"{run['step_ms']:.1f} ms", ratio(run, "time_ratio")]
+        return [run["title"], run["status"], *7 * [""], short(run["reason"])]
+    median = [f"{run['step_ms']:.1f} ms", ratio(run, "time_ratio"), ratio(run, "to_floor")]
     least = [f"{run['step_ms_min']:.1f} ms", ratio(run, "least_time_ratio")]
     memory = [size(run["memory_bytes"]), ratio(run, "memory_ratio")]
     return [run["title"], *median, *least, *memory, f"{run['gradient_error']:.1e}", mark(run).strip(" ()")]

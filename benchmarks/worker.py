@@ -263,12 +263,15 @@ def run(bench: Bench, step: Step, base: int, whole: bool) -> dict[str, Any]:
     if whole and compared is not bench.contender and not bench.contender.compiled:
         # Other work on the machine comes and goes, so they run in turn: a few steps of each, since the first after the
         # other's finds memory and caches as the other left them.
-        beside, seconds, of_other = bench.step(compared, around=False), [], []
+        beside, once_more = bench.step(compared, around=False), forward(bench, compared, graph=True)
+        seconds, of_other, of_forward = [], [], []
         few = -(-configuration.steps // ROUNDS)
         for _ in range(ROUNDS):
             of_other += timed(beside, device, 1, few, "step of what it is compared with")
+            of_forward += timed(once_more, device, 1, few, "forward of what it is compared with")
             seconds += timed(step, device, 1, few, "step")
         result |= in_milliseconds("step", seconds) | in_milliseconds("beside", of_other)
+        result |= in_milliseconds("beside_forward", of_forward)
     else:
         result |= in_milliseconds("step", timed(step, device, 0, configuration.steps, "step"))
     if bench.contender.around is not None:  # launched without waiting, as in training: the host works ahead
@@ -288,18 +291,24 @@ def for_graphs(device: torch.device) -> int:
     return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
 
 
-def forward_times(bench: Bench, *, graph: bool) -> list[float]:
-    """Seconds of a forward: recomputing costs one more of these, so kept plus this is its floor.
+def forward(bench: Bench, contender: Contender, *, graph: bool) -> Callable[[], None]:
+    """A forward: recomputing costs one more of these, so kept plus this is its floor.
 
     Whatever recomputes for a backward needs autograd's graph once more; without it, a forward is faster.
     """
-    network = bench.contender.build(bench.blocks, bench.x)
+    network = contender.build(bench.blocks, bench.x)
 
-    def forward() -> None:
+    def run() -> None:
         with torch.set_grad_enabled(graph), torch.autocast(bench.device.type, torch.bfloat16):
             network(bench.x)
 
-    return timed(forward, bench.device, bench.configuration.warmups, bench.configuration.steps, "forward")
+    return run
+
+
+def forward_times(bench: Bench, *, graph: bool) -> list[float]:
+    """Seconds of forwards."""
+    once = forward(bench, bench.contender, graph=graph)
+    return timed(once, bench.device, bench.configuration.warmups, bench.configuration.steps, "forward")
 
 
 def in_milliseconds(what: str, seconds: list[float]) -> dict[str, Any]:

@@ -47,7 +47,8 @@ class Arena(launch.Arena):
         self.recorded += 1
         graph = Graph(self, function)
         streams = [(stream, stream.clone()) for stream in self.streams.values()]
-        saved = function()
+        with torch.random.fork_rng([]):
+            saved = function()
         for stream, before in streams:  # a capture runs nothing
             stream.data.copy_(before)
         others = {stream.untyped_storage().data_ptr() for stream, _ in streams}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import retrograd as rg
+from retrograd import launch
 from retrograd.plain import _known
 from test_cuda import WIDTH, Attention, network, tokens
 
@@ -73,13 +74,16 @@ def test_training(join, dropout, autocast):
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_attention_of_every_kind(backend, dropout):
-    net, x = network(3, dropout), tokens(128)
+    net, x, graphs = network(3, dropout), tokens(128), 6
+    if backend == "EFFICIENT_ATTENTION" and dropout:  # it saves on the host what it drew
+        warnings.filterwarnings("ignore", "update . .*fn Attention.* saves on the host which ones")
+        graphs = 3
     with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
         for step in range(5):
             plain, again, graphed = (gradients(net, x, policy, step) for policy in (PLAIN, PLAIN, GRAPHED))
             for a, b, other in zip(graphed, plain, again, strict=True):
                 assert (a - b).norm() <= 3 * (b - other).norm() + 1e-6 * b.norm()
-    assert launches(net) == 6
+    assert launches(net) == graphs
 
 
 class First(nn.Module):
@@ -120,7 +124,8 @@ LAYERS = {
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_layers(layer, autocast):
+def test_layers(layer, autocast, monkeypatch):
+    monkeypatch.setattr(launch, "_warned", set())
     torch.manual_seed(0)
     net = rg.ReversibleSequence([(LAYERS[layer](), LAYERS[layer]()) for _ in range(2)]).cuda()
     x = tokens()
@@ -130,7 +135,7 @@ def test_layers(layer, autocast):
             pairs = zip(*(gradients(net, x, policy, step, autocast) for policy in (GRAPHED, PLAIN)), strict=True)
             for a, b in pairs:
                 assert a is b is None or (a - b).norm() <= 1e-6 * b.norm(), layer
-    print(layer, launches(net), {str(each.message)[:200] for each in told})
+
     assert launches(net) == 4 or any("without a CUDA graph" in str(each.message) for each in told)
     if layer in ("linear", "convolution", "groups", "rms", "glu", "softmax", "in place"):
         assert launches(net) == 4
@@ -149,6 +154,25 @@ def test_what_waits_for_the_device_says_so():
     with pytest.warns(UserWarning, match="fn Waits.*it waits for the device"):
         assert train()
     assert launches(net) == 1
+
+
+def test_a_capture_that_fails():
+    """It says so, and everything else works as before."""
+
+    class Waits(nn.Linear):
+        def forward(self, x):
+            torch.cuda.synchronize()
+            return super().forward(x)
+
+    x, good = tokens(), network(2, 0.2)
+    bad = rg.ReversibleSequence([(nn.Dropout(0.5), Waits(WIDTH, WIDTH))]).cuda()
+    gradients(bad, x, GRAPHED)
+    with pytest.raises(RuntimeError, match=r"update 1 .*fn Waits.* cannot be captured in a CUDA graph; give it policy"):
+        gradients(bad, x, GRAPHED)
+    for seed in range(4):
+        assert equal(gradients(bad, x, PLAIN, seed), gradients(bad, x, PLAIN, seed))
+        assert equal(gradients(good, x, GRAPHED, seed), gradients(good, x, PLAIN, seed))
+    assert launches(good) == 4
 
 
 def test_a_backward_inside_a_backward():
@@ -190,16 +214,20 @@ def test_memory():
     """What graphs hold does not grow with depth, and goes with the module."""
     held = []
     for depth in (4, 32):
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = private_bytes()
         net, x = network(depth), tokens(512)
         for _ in range(4):
             gradients(net, x, GRAPHED)
         assert launches(net) == 2 * depth
         torch.cuda.synchronize()
-        held.append(private_bytes())
+        held.append(private_bytes() - before)
         del net
-        gc.collect()
-        torch.cuda.empty_cache()
-    assert held[0] == held[1]
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert private_bytes() <= before
+    assert held[0] == held[1] > 0
 
 
 def test_no_gradient_lies_where_graphs_write():
@@ -234,6 +262,7 @@ def test_in_a_captured_step():
         torch.testing.assert_close(a, b.grad)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of matrix products in float32
 def test_compiled_functions():
     net, x = network(3), tokens()
     for fn in net.modules():
@@ -242,6 +271,16 @@ def test_compiled_functions():
     for step in range(5):
         for a, b in zip(gradients(net, x, GRAPHED, step), gradients(net, x, PLAIN, step), strict=True):
             torch.testing.assert_close(a, b)
+    assert launches(net) == 6
+
+
+def test_generators_are_left_where_they_were():
+    net, x = network(3, 0.2, policy=GRAPHED), tokens()
+    for _ in range(4):
+        loss = net(x).sum()
+        before = torch.cuda.get_rng_state()
+        loss.backward()
+        assert torch.equal(torch.cuda.get_rng_state(), before)
     assert launches(net) == 6
 
 

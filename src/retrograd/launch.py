@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .entry import Entry, Flat, slot_of
-from .plain import stands as code_stands
+from .plain import stands
 from .saved import Saved
 from .streams import counter
 
@@ -100,7 +100,8 @@ class Arena:
         """What a function returns, and a graph of all that it launches. The device does not run it."""
         if not self.graphs:  # a pool ends with its last graph
             self.pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self.device.index]
+        spare = generator.clone_state()
         self.aside.wait_stream(torch.cuda.current_stream(self.device))
         collecting = gc.isenabled()
         gc.disable()  # a graph must not be freed while another one is captured
@@ -111,6 +112,10 @@ class Arena:
                     out = function()
                 finally:
                     graph.capture_end()
+        except BaseException:
+            generator.graphsafe_set_state(spare)  # a capture that fails leaves the other one unable to draw
+            self.graphs, self.aside = weakref.WeakSet(), torch.cuda.Stream(self.device)
+            raise
         finally:
             if collecting:
                 gc.enable()
@@ -141,11 +146,12 @@ class Launch:
         weights = {weight.untyped_storage().data_ptr() for weight in self.weights}
         self.tensors: list[Tensor] = []
         self.lent: dict[int, Tensor] = {}
+        self.constants = False
         for slot, (tensor, usual) in enumerate(zip(captured, ordinary.tensors, strict=False)):
             assert usual is not None
             where = tensor.untyped_storage().data_ptr()
-            if usual.device != arena.device:  # a constant; while torch captures, some lie on the device
-                tensor = usual.clone()
+            if usual.device != arena.device:  # while torch captures, some of these lie on the device
+                tensor, self.constants = usual.clone(), True
             elif where not in elsewhere and where not in weights:
                 tensor = _in_place(tensor, self.graph)
             self.tensors.append(tensor.detach())
@@ -168,13 +174,14 @@ class Launch:
         entry.call.launch(self.graph.replay)
         return Launched(self.arena, self.tensors, self.lent), streams[self.target]
 
-    def agrees(self, launched: Replay, ordinary: Replay) -> bool:
-        """Whether it computed what a replay without a graph did, to the bit."""
+    def agrees(self, launched: Replay, ordinary: Replay, drawn: bool) -> bool:
+        """Whether it computed what a replay without a graph did, to the bit. Integers need not agree unless something
+        was `drawn`, and a single one not even then: attention saves some that nobody sets."""
         saved, usual = [*launched[0].tensors, *launched[1]], [*ordinary[0].tensors, *ordinary[1]]
         return [*map(slot_of, self.tensors)] == self.slots and all(
             torch.equal(_bits(a), _bits(b))
-            for a, b in zip(saved, usual, strict=True)  # integers may be seeds of a dropout by zero: not set
-            if a.is_floating_point() or a.is_complex()
+            for a, b in zip(saved, usual, strict=True)
+            if a.is_floating_point() or a.is_complex() or (drawn and a.numel() > 1)
         )
 
 
@@ -247,7 +254,6 @@ def replayed(entry: Entry, reversal: Reversal) -> Replay:
         return _capture(entry, reversal, arena, way)
     if launch.slots != entry.slots:
         return _ordinary(entry, reversal)
-    entry.call.check_unchanged()
     arena.take(reversal)
     reversal.placed.update(launch.names)
     return launch.run(entry, reversal.streams)
@@ -279,11 +285,14 @@ def _capture(entry: Entry, reversal: Reversal, arena: Arena, way: Way) -> Replay
         raise RuntimeError(
             f"{entry}: its replay cannot be captured in a CUDA graph; give it policy=Reverse(), without graphed"
         ) from error
-    if launch.agrees(launch.run(entry, streams), ordinary):
-        way.launch = launch
-    else:
+    if not launch.agrees(launch.run(entry, streams), ordinary, drawn := bool(entry.call.drawn())):
         way.refused = True
         _warn(entry, "its graph computes something else than it does")
+    elif drawn and launch.constants:
+        way.refused = True
+        _warn(entry, "it draws random numbers and saves on the host which ones (memory-efficient attention does)")
+    else:
+        way.launch = launch
     return ordinary
 
 
@@ -300,9 +309,9 @@ def _way(entry: Entry, reversal: Reversal) -> Way | None:
             "only that of a plain module can be one (parameters, numbers, other such modules; no buffers or hooks) "
             "that is called without keywords, on streams that are single tensors",
         )
-    if (stands := reversal.standing.get(call.known.code)) is None:
-        stands = reversal.standing[call.known.code] = code_stands(call.known.code)
-    if not stands:
+    if (code := call.known.code) not in reversal.standing:
+        reversal.standing[code] = stands(code)
+    if not reversal.standing[code]:
         return _warn(entry, "its code reads what may change unseen (of modules, classes, closures), or has changed")
     kind = _kind(entry, reversal, arena := _arenas.on(target[0].device))
     ways = call.known.ways

@@ -312,7 +312,7 @@ def bound_by(kind: type, methods: frozenset[str]) -> tuple[Binding, ...] | None:
             return None
         bound += [(where, name, where.get(name, MISSING)) for name in names if (id(where), name) not in seen]
     followed = (types.FunctionType, property, classmethod, staticmethod)
-    if not all(value is MISSING or isinstance(value, followed) or constant(value) for _, _, value in bound):
+    if not all(value is MISSING or issubclass(type(value), followed) or constant(value) for _, _, value in bound):
         return None
     return tuple(bound)
 
@@ -324,11 +324,12 @@ _FIXED = frozenset({"torch", "math", "builtins", "operator"})
 
 def constant(value: Any) -> bool:
     """Whether this is the same wherever it is read, and leads to nothing that may change."""
-    if isinstance(value, tuple):
+    kind = type(value)  # a dead proxy is no instance of anything
+    if kind is tuple:
         return all(map(constant, value))
-    if isinstance(value, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
+    if issubclass(kind, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
         return _package(value) in _FIXED
-    return type(value) in PLAIN or isinstance(value, torch.device)
+    return kind in PLAIN or kind is torch.device
 
 
 def _package(value: Any) -> str:

@@ -166,7 +166,8 @@ class Call:
         Called where the surroundings are those of the forward.
         """
         stood = {} if stood is None else stood
-        self.check_unchanged()
+        if versions(self.read) != self.versions:
+            self._refuse_changes_since()
         drawn = [(*each, state(each[0])) for each in self.random if each[2] is not None or self._elsewhere(each, stood)]
         if drawn or self.twin or self._differs():
             out = self._replay_as_it_was(function, drawn)
@@ -176,20 +177,20 @@ class Call:
             self._refuse_changed(out)
         return out
 
-    def check_unchanged(self) -> None:
-        """An error if something that `fn` reads has changed in place since the forward."""
-        if versions(self.read) != self.versions:
-            raise RuntimeError(
-                f"{self.update.label(self.index)}: {self._changed()} was changed in place between forward and "
-                "backward; change it after the backward, or give this update policy=Keep()"
-            )
+    def _refuse_changes_since(self) -> None:
+        raise RuntimeError(
+            f"{self.update.label(self.index)}: {self._changed()} was changed in place between forward and backward; "
+            "change it after the backward, or give this update policy=Keep()"
+        )
 
     def drawn(self) -> list[tuple[torch.Generator, Any, int]]:
         """The generators that the forward moved: whence and whither."""
         return [(generator, then, whither) for generator, then, whither in self.random if whither is not None]
 
     def launch(self, graph: Callable[[], None]) -> None:
-        """Launch a graph of `fn`, with the random numbers of the forward."""
+        """A replay by a graph: launch it, with the random numbers of the forward."""
+        if versions(self.read) != self.versions:
+            self._refuse_changes_since()
         drawn = [(*each, state(each[0])) for each in self.drawn()]
         try:
             for generator, then, _, _ in drawn:
