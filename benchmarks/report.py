@@ -50,11 +50,9 @@ def add_ratios(runs: list[Run]) -> None:
         base = kept.get((run["configuration"]["name"], run["compared_with"]))
         if base is not None:
             # Where they could, steps of the base were run in turn with its own ("beside").
-            run["time_ratio"] = run["step_ms"] / run.get("beside_ms", base["step_ms"])
+            run["time_ratio"] = run.get("to_beside", run["step_ms"] / run.get("beside_ms", base["step_ms"]))
             least = run.get("beside_ms_min", base["step_ms_min"])
             run["least_time_ratio"] = run["step_ms_min"] / least  # the steadier one on a busy machine
-            if "beside_forward_ms" in run:
-                run["to_floor"] = run["step_ms"] / (run["beside_ms"] + run["beside_forward_ms"])
             run["memory_ratio"] = run["memory_bytes"] / base["memory_bytes"]
         if "forward_ms" in run:  # reversing everything cannot cost less than one more forward
             run["floor_ratio"] = 1 + run["forward_ms"] / run["step_ms"]

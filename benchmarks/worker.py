@@ -22,7 +22,7 @@ from typing import Any
 
 MARK = "retrograd-bench: "
 WRONG_ABOVE = 0.005  # relative error of all weights' gradients together, and of the loss
-ROUNDS = 3  # in which a contender and what it is compared with run in turn
+IN_A_ROW = 2  # steps of a contender, and as many of what it is compared with, in turn
 WRONG_TENSOR_ABOVE = 0.2  # the same for the worst single tensor, which bf16 rounding alone can move by 0.01
 
 
@@ -261,17 +261,21 @@ def run(bench: Bench, step: Step, base: int, whole: bool) -> dict[str, Any]:
     step()  # after a profiler, one more to settle
     compared = CONTENDERS[bench.contender.time_of]
     if whole and compared is not bench.contender and not bench.contender.compiled:
-        # Other work on the machine comes and goes, so they run in turn: a few steps of each, since the first after the
-        # other's finds memory and caches as the other left them.
+        # Other work on the machine comes and goes, so they run in turn, and the ratio is the median of those of the
+        # rounds: a few steps of each, since the first after the other's finds memory and caches as the other left them.
         beside, once_more = bench.step(compared, around=False), forward(bench, compared, graph=True)
-        seconds, of_other, of_forward = [], [], []
-        few = -(-configuration.steps // ROUNDS)
-        for _ in range(ROUNDS):
-            of_other += timed(beside, device, 1, few, "step of what it is compared with")
-            of_forward += timed(once_more, device, 1, few, "forward of what it is compared with")
-            seconds += timed(step, device, 1, few, "step")
-        result |= in_milliseconds("step", seconds) | in_milliseconds("beside", of_other)
-        result |= in_milliseconds("beside_forward", of_forward)
+        rounds = [
+            (
+                timed(beside, device, 1, IN_A_ROW, "step of what it is compared with"),
+                timed(once_more, device, 1, IN_A_ROW, "forward of what it is compared with"),
+                timed(step, device, 1, IN_A_ROW, "step"),
+            )
+            for _ in range(configuration.steps // IN_A_ROW + 1)
+        ]
+        for column, what in enumerate(("beside", "beside_forward", "step")):
+            result |= in_milliseconds(what, [second for each in rounds for second in each[column]])
+        result["to_beside"] = statistics.median(sum(own) / sum(other) for other, _, own in rounds)
+        result["to_floor"] = statistics.median(sum(own) / (sum(other) + sum(once)) for other, once, own in rounds)
     else:
         result |= in_milliseconds("step", timed(step, device, 0, configuration.steps, "step"))
     if bench.contender.around is not None:  # launched without waiting, as in training: the host works ahead
