@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retrograd import launch
+from retrograd import arena, launch
 
 
 class Graph:
@@ -36,7 +36,7 @@ class Graph:
                     tensor.copy_(new.detach())
 
 
-class Arena(launch.Arena):
+class Arena(arena.Arena):
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.streams, self.graphs = weakref.WeakValueDictionary(), weakref.WeakSet()
@@ -65,10 +65,10 @@ class Arena(launch.Arena):
 
 def on_cpu(patch: pytest.MonkeyPatch) -> Arena:
     """Graphs on the CPU from here on."""
-    arena = Arena()
+    shared = Arena()
     patch.setattr(launch, "KIND", "cpu")
-    patch.setattr(launch._arenas, "on", lambda device: arena)
-    patch.setattr(launch, "_in_place", lambda tensor, graph: tensor)
+    patch.setattr(arena.ARENAS, "on", lambda device: shared)
+    patch.setattr(launch, "in_place", lambda tensor, graph: tensor)
     patch.setattr(launch, "_waiting", lambda: contextlib.nullcontext([]))
     patch.setattr(launch, "_warned", set())
-    return arena
+    return shared

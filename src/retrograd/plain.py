@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from .bindings import MISSING, Binding, Swapped, exchange, exchange_all
-from .reach import FORWARD, PLAIN, REGISTRIES, Reached, bound_by, code_of, constant, of_torch, package_of, reach
+from .named import FORWARD, PLAIN, bound_by, code_of, constant, package_of
+from .reach import REGISTRIES, Reached, of_torch, reach
 
 _CORE = ("_parameters", "_forward_hooks", "_forward_pre_hooks")
 _INNER = ("_buffers", "_modules")  # nothing that comes into these changes what a layer of torch computes

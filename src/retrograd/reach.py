@@ -5,27 +5,23 @@ globals, its defaults, the code of its class, and the objects these lead to. Wha
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import types
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .bindings import MISSING, Binding, Cell, training_flag
+from .named import CALL, FORWARD, PLAIN, SIMPLE, code_of, globals_of, package_of
 
-_SIMPLE = (type(None), str, bytes, int, float, complex, type, types.ModuleType, types.BuiltinFunctionType, torch.dtype)
-PLAIN = frozenset({*_SIMPLE, bool})  # the same by exact type, which is found faster
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MARKS = frozenset({type(None), bool, int, float, str})
 _PROXIES = (*weakref.ProxyTypes,)
 REGISTRIES = frozenset({*nn.Module().__dict__, "_compiled_call_impl"})
-CALL = frozenset({"__call__"})
-FORWARD = CALL | {"forward"}
 _FAR = 1 << 30
 _FEW = 64  # in a longer dict, what is bound anew is not put back
 _MANY = 4096  # a longer container is data; looking through more than that at each call would take too long
@@ -122,7 +118,7 @@ class Reached:
 
     def look(self, value: Any, depth: int) -> None:
         """Follow closures, globals, defaults, partial arguments, bound objects, containers and their like."""
-        if type(value) in _PROXIES or depth <= self._seen.get(id(value), 0) or isinstance(value, _SIMPLE):
+        if type(value) in _PROXIES or depth <= self._seen.get(id(value), 0) or isinstance(value, SIMPLE):
             return
         first = id(value) not in self._seen
         self._seen[id(value)] = depth
@@ -203,7 +199,7 @@ def _held_by(value: Any) -> Iterator[Any]:
         for cell in value.__closure__ or ():
             with contextlib.suppress(ValueError):  # a cell that is still empty
                 yield cell.cell_contents
-        for name in _globals_of(value.__code__):
+        for name in globals_of(value.__code__):
             yield value.__globals__.get(name)
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         yield from value if len(value) <= _MANY else ()
@@ -222,135 +218,17 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[Any, str, Any]]:
     for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
         if (known := (variable := Cell(cell)).get(name, MISSING)) is not MISSING and not _holds_graph(known):
             yield variable, name, known
-    for name in _globals_of(function.__code__):
+    for name in globals_of(function.__code__):
         if isinstance(known := function.__globals__.get(name), (Tensor, nn.Module, int, float)):
             yield function.__globals__, name, known
 
 
 def _holds_graph(value: Any) -> bool:
     """Whether a container or an object holds results of earlier programs, and so their tapes."""
-    if isinstance(value, (Tensor, nn.Module, *_SIMPLE, types.FunctionType)):
+    if isinstance(value, (Tensor, nn.Module, *SIMPLE, types.FunctionType)):
         return False  # a tensor is held without its graph
     entries = vars(value) if _has_dict(value) else value
     entries = entries.values() if isinstance(entries, dict) else entries
     if not isinstance(entries, (list, tuple, set, frozenset, deque, type({}.values()))) or len(entries) > _FEW:
         return True
     return any(isinstance(each, Tensor) and not each.is_leaf for each in entries)
-
-
-@functools.lru_cache(4096)
-def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that a function and the functions inside it name."""
-    names = {step.argval: None for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= dict.fromkeys(_globals_of(constant))
-    return tuple(names)
-
-
-class Code(NamedTuple):
-    """Methods of a class, with what they call of it and of its package."""
-
-    named: tuple[tuple[Any, str], ...]  # the globals and class attributes that they name, less what can hold nothing
-    names: frozenset[str]  # all names in their code
-    functions: frozenset[types.FunctionType]
-
-
-@functools.lru_cache(1024)
-def code_of(kind: type, methods: frozenset[str]) -> Code:
-    """What these methods of a class name. This is found once for a class; what the names are bound to, at each call."""
-    found: dict[tuple[int, str], tuple[Any, str]] = {}
-    package, functions, names = kind.__module__.split(".")[0], [], [*methods]
-    seen: set[str] = set()
-    searched: set[types.FunctionType] = set()
-    while names or functions:
-        if names:
-            name = names.pop()
-            if name in seen:
-                continue
-            seen.add(name)
-            for base in kind.__mro__:  # all of them: a method may call that of a base
-                if name not in vars(base) or base in (object, nn.Module):
-                    continue
-                member = vars(base)[name]
-                member = getattr(member, "__func__", getattr(member, "fget", member))  # of a class, static, a property
-                if isinstance(member, types.FunctionType):
-                    functions += [member] if package_of(member) not in ("torch", "retrograd") else []
-                elif not callable(member) and type(member) not in PLAIN:
-                    found[id(base), name] = vars(base), name
-            continue
-        function = functions.pop()
-        if function in searched:
-            continue
-        searched.add(function)
-        names += _names_in(function.__code__)
-        for name in _globals_of(function.__code__):
-            value = function.__globals__.get(name, MISSING)
-            if isinstance(value, types.FunctionType):
-                functions += [value] if package_of(value) == package != "retrograd" else []
-            elif value is not MISSING and not isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
-                found[id(function.__globals__), name] = function.__globals__, name
-    return Code(tuple(found.values()), frozenset(seen), frozenset(searched))
-
-
-@functools.lru_cache(1024)
-def bound_by(kind: type, methods: frozenset[str]) -> tuple[Binding, ...] | None:
-    """All that these methods of a class can read besides their module, its arguments and what they are seen to name,
-    and what it is bound to: only what is constant. None where that cannot be told."""
-    code = code_of(kind, methods)
-    seen = {(id(where), name) for where, name in code.named}
-    bound: list[Binding] = [
-        (vars(base), name, vars(base).get(name, MISSING))
-        for base in kind.__mro__
-        if base not in (object, nn.Module) and _package(base) != "torch"
-        for name in code.names
-    ]
-    for function in code.functions:
-        names, where = _globals_of(function.__code__), function.__globals__
-        closed = set(function.__code__.co_freevars) <= {"__class__"}
-        if not (closed and _ANYTHING.isdisjoint(names) and _imports_torch_alone(function.__code__)):
-            return None
-        bound += [(where, name, where.get(name, MISSING)) for name in names if (id(where), name) not in seen]
-    followed = (types.FunctionType, property, classmethod, staticmethod)
-    if not all(value is MISSING or issubclass(type(value), followed) or constant(value) for _, _, value in bound):
-        return None
-    return tuple(bound)
-
-
-_ANYTHING = frozenset({"eval", "exec", "compile", "globals", "vars", "open", "input", "__import__", "getattr"})
-_FIXED = frozenset({"torch", "math", "builtins", "operator"})
-"""Packages in which nothing changes."""
-
-
-def constant(value: Any) -> bool:
-    """Whether this is the same wherever it is read, and leads to nothing that may change."""
-    kind = type(value)  # a dead proxy is no instance of anything
-    if kind is tuple:
-        return all(map(constant, value))
-    if issubclass(kind, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
-        return _package(value) in _FIXED
-    return kind in PLAIN or kind is torch.device
-
-
-def _package(value: Any) -> str:
-    """Of a module, a class or a function; those that are built in may have it from what they belong to."""
-    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-    return str(name or getattr(getattr(value, "__self__", None), "__module__", "")).split(".")[0]
-
-
-def _imports_torch_alone(code: types.CodeType) -> bool:
-    imports = (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME")
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return all(name.split(".")[0] in _FIXED for name in imports) and all(map(_imports_torch_alone, inner))
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """The names in a function and in the functions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
-
-
-def package_of(function: types.FunctionType) -> str:
-    return (function.__module__ or "").split(".")[0]

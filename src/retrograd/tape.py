@@ -20,11 +20,12 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from .alarms import DriftWatch, RangeAlarms, settle_drifts
+from .arena import Launched, Lent
 from .auto import Learned
 from .capture import current as capturing
 from .entry import Entry, Flat, Slot
 from .joins import JOINS
-from .launch import Launched, replayed
+from .launch import replayed
 from .plain import ReadBy
 from .policies import Reverse
 from .saved import Saved, Storing, UntilEnough
@@ -156,22 +157,6 @@ class Tape:
                     "backward; clone the output before changing it"
                 )
         return [leaf for leaf, _ in self.finals]
-
-
-class Lent(dict[int, Tensor]):
-    """What the graph of an update saved (launch.py), by slot: autograd gets at it here. What is not here, the tape
-    serves."""
-
-    __slots__ = ("tape", "position", "served", "__weakref__")
-
-    def __init__(self, tape: Tape, position: int, served: Callable[[int], Tensor]) -> None:
-        self.tape, self.position, self.served = tape, position, served
-
-    def __missing__(self, slot: int) -> Tensor:
-        tensor = self.served(slot)
-        if not self:
-            self.tape.lend(self)
-        return tensor
 
 
 class Reversal:
