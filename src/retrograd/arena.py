@@ -54,13 +54,13 @@ class Lent(dict[int, Tensor]):
     """What the graph of an update saved (launch.py), by slot: autograd gets at it here. What is not here, the tape
     serves."""
 
-    __slots__ = ("tape", "position", "served", "__weakref__")
+    __slots__ = ("tape", "position", "__weakref__")
 
-    def __init__(self, tape: Tape, position: int, served: Callable[[int], Tensor]) -> None:
-        self.tape, self.position, self.served = tape, position, served
+    def __init__(self, tape: Tape, position: int) -> None:
+        self.tape, self.position = tape, position
 
     def __missing__(self, slot: int) -> Tensor:
-        tensor = self.served(slot)
+        tensor = self.tape.serve(self.position, slot)
         if not self:
             self.tape.lend(self)
         return tensor

@@ -43,12 +43,21 @@ class Remembered:
 class _Frame:
     """One running `fn`. `remembered` is None where there will be no replay."""
 
-    __slots__ = ("phase", "remembered", "generators", "recalled")
+    __slots__ = ("where", "replaying", "remembered", "generators", "recalled")
 
     def __init__(
-        self, phase: Phase, remembered: list[Remembered] | None, generators: Sequence[torch.Generator]
+        self,
+        where: tuple[int, str],
+        replaying: bool,
+        remembered: list[Remembered] | None,
+        generators: Sequence[torch.Generator],
     ) -> None:
-        self.phase, self.remembered, self.generators, self.recalled = phase, remembered, generators, 0
+        self.where, self.replaying = where, replaying
+        self.remembered, self.generators, self.recalled = remembered, generators, 0
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(*self.where, self.replaying)
 
     def recall(self) -> Remembered:
         """What was remembered next in the forward."""
@@ -87,8 +96,8 @@ def running(
     replaying: bool = False,
 ) -> T:
     """Call `function`, and say to `phase` and `remember` which `fn` it is; also in the traceback, if it fails."""
-    frame = _Frame(Phase(index, update.target, replaying), remembered, generators)
-    _frames.stack.append(frame)
+    frame, stack = _Frame((index, update.target), replaying, remembered, generators), _frames.stack
+    stack.append(frame)
     try:
         out = function()
         if replaying and remembered is not None and frame.recalled != len(remembered):
@@ -105,7 +114,7 @@ def running(
             error.add_note('retrograd: Reverse(save=<operators>) allows one backward; save="output" allows any number')
         raise
     finally:
-        _frames.stack.pop()
+        stack.pop()
 
 
 def phase() -> Phase | None:
@@ -136,7 +145,7 @@ def remember(compute: Callable[[], T]) -> T:
     """
     frames = [frame for frame in _frames.stack if frame.remembered is not None]
     # The outermost replay decides: what runs inside it, forward or backward, must repeat what ran then.
-    recalled = [frame.recall() for frame in frames if frame.phase.replaying]
+    recalled = [frame.recall() for frame in frames if frame.replaying]
     if recalled:
         remembered = recalled[0]
         for generator, after in remembered.drawn:
@@ -146,7 +155,7 @@ def remember(compute: Callable[[], T]) -> T:
         value, drawn = _computed(compute, frames)
         remembered = Remembered(value, drawn)
     for frame in frames:
-        if not frame.phase.replaying:
+        if not frame.replaying:
             frame.remembered.append(remembered)  # type: ignore[union-attr]
     return value
 

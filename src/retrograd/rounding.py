@@ -74,7 +74,7 @@ class Direct(torch.autograd.Function):
 def added(target: Tensor, out: Tensor, *, negative: bool = False) -> Tensor:
     """`target + out` or `target - out`. Torch takes half as long again where the dtypes differ, as under autocast, so
     large tensors go through a kernel that does not; smaller ones would wait for its launch."""
-    large = target.is_cuda and not torch.compiler.is_compiling() and target.numel() >= 2**22
+    large = target.is_cuda and target.numel() >= 2**22 and not torch.compiler.is_compiling()
     if large and out.dtype in (torch.bfloat16, torch.float16) and _fused(target, out):
         if not torch.is_grad_enabled():
             return _kernels().added(target, out, negative=negative)

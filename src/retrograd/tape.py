@@ -68,8 +68,8 @@ class Tape:
         states: list[Any] = []  # of the generators, handed from update to update
         alike: dict[int, list[Slot]] = {}
         for position, entry in enumerate(self.entries):
-            served = functools.partial(self.serve, position)
-            unpack = Lent(self, position, served).__getitem__ if self.policy.graphed else served
+            graphed = self.policy.graphed
+            unpack = Lent(self, position).__getitem__ if graphed else functools.partial(self.serve, position)
             entry.run(flat, unpack, states, self.alarms, self.learned, alike)
             if type(entry.step.update.join) not in JOINS:
                 states.clear()  # a join of one's own may draw random numbers
