@@ -154,7 +154,7 @@ def _capture(entry: Entry, reversal: Reversal, arena: Arena, way: Way) -> Replay
         raise RuntimeError(
             f"{entry}: its replay cannot be captured in a CUDA graph; give it policy=Reverse(), without graphed"
         ) from error
-    if not launch.agrees(launch.run(entry, streams), ordinary, drawn := bool(entry.call.drawn())):
+    if not launch.agrees(launch.run(entry, streams), ordinary, drawn := bool(entry.call.drawn)):
         way.refused = True
         _warn(entry, "its graph computes something else than it does")
     elif drawn and launch.constants:
@@ -191,7 +191,7 @@ def _way(entry: Entry, reversal: Reversal) -> Way | None:
         return _warn(entry, f"it was called in {MOST} ways already (with other shapes, say); pad its inputs")
     leaves = [leaf for name in (step.update.target, *step.update.sources) for leaf in streams[name]]
     tensors = [*leaves, *call.known.weights]
-    if any(each.device != arena.device for each in tensors + [generator for generator, _, _ in call.drawn()]):
+    if any(each.device != arena.device for each in tensors + [generator for generator, _, _ in call.drawn]):
         return _warn(entry, f"it uses or draws from something that is not on {arena.device}")
     if any(leaf.stride() != torch.empty_like(leaf, device="meta").stride() for leaf in leaves):
         return _warn(entry, "one of its streams has gaps or overlaps in memory")
@@ -212,7 +212,7 @@ def _kind(entry: Entry, reversal: Reversal, arena: Arena) -> Any:
         entry.source_grads,
         entry.target_grads,
         call.needs,
-        len(call.drawn()),
+        len(call.drawn),
         call.surroundings.modes,
         reversal.numerics,
         [

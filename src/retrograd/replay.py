@@ -36,6 +36,7 @@ class Call:
     remembered: list[Remembered]
     # generators: whence, and whither the forward moved each, if it did (R4)
     random: Sequence[tuple[torch.Generator, Any, int | None]] = ()
+    drawn: Sequence[tuple[torch.Generator, Any, int]] = ()  # those that it moved
     twin: Sequence[tuple[torch.Generator, torch.Generator]] = ()  # instead, inside a CUDA graph: see capture.py
     spent = False
     found: Sequence[nn.Module] = ()  # the modules that fn can be seen to use
@@ -139,9 +140,9 @@ class Call:
                 (generator, then, None if then is now else hash(now))
                 for generator, then, now in zip(generators, before, after, strict=True)
             ]
+            self.drawn = [(generator, then, to) for generator, then, to in self.random if to is not None]
         if isinstance(recording, Rehearsal):
-            drawn = [(generator, then) for generator, then, whither in self.random if whither is not None]
-            recording.note(self.update.label(self.index), drawn)
+            recording.note(self.update.label(self.index), [(generator, then) for generator, then, _ in self.drawn])
         return out
 
     def _settle(self, before: list[Before]) -> bool:
@@ -183,15 +184,11 @@ class Call:
             "change it after the backward, or give this update policy=Keep()"
         )
 
-    def drawn(self) -> list[tuple[torch.Generator, Any, int]]:
-        """The generators that the forward moved: whence and whither."""
-        return [(generator, then, whither) for generator, then, whither in self.random if whither is not None]
-
     def launch(self, graph: Callable[[], None]) -> None:
         """A replay by a graph: launch it, with the random numbers of the forward."""
         if versions(self.read) != self.versions:
             self._refuse_changes_since()
-        drawn = [(*each, state(each[0])) for each in self.drawn()]
+        drawn = [(*each, state(each[0])) for each in self.drawn]
         try:
             for generator, then, _, _ in drawn:
                 restore(generator, then)
