@@ -456,6 +456,26 @@ def test_generators_are_left_where_they_were(arena):
     assert arena.launched
 
 
+def test_hooks_on_all_modules(arena):
+    """They run in a replay, and not in a graph."""
+    net, x = network(), tokens()
+    for _ in range(3):
+        gradients(net, x)
+    launched = arena.launched
+
+    def doubled(module, inputs, out):
+        return out * 2 if type(module) is nn.Linear else None
+
+    handle = nn.modules.module.register_module_forward_hook(doubled)
+    try:
+        assert equal(gradients(net, x), reversed_gradients(net, x))
+    finally:
+        handle.remove()
+    assert arena.launched == launched
+    assert equal(gradients(net, x), reversed_gradients(net, x))
+    assert arena.launched == launched + 6
+
+
 def test_inside_a_captured_step_nothing_is_launched(arena):
     class Still:
         def get_offset(self) -> int:

@@ -148,7 +148,7 @@ def in_place(tensor: Tensor, graph: Any) -> Tensor:
 
 
 def current_stream(device: int) -> int:
-    """The handle of the stream that is current on a device. The public function takes ten times as long, at each launch.
+    """The handle of the stream that is current on a device. The public function makes objects, at each launch.
     tests/test_launch_cuda.py fails when this changes."""
     return torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportAttributeAccessIssue]
 

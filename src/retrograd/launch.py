@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .arena import ARENAS, Arena, Launched, in_place
+from .capture import current
 from .entry import Entry, Flat, slot_of
 from .plain import stands
 from .saved import Saved
@@ -106,6 +107,12 @@ class Way:
     def __init__(self, kind: Any) -> None:
         self.kind, self.replays, self.refused = kind, 0, False
         self.launch: Launch | None = None
+
+
+def may_launch() -> bool:
+    """Whether graphs may be launched in this pass. A second derivative keeps what was saved; a step that is captured
+    itself cannot launch; hooks on all modules, for which torch has no public name, would be missed."""
+    return not (torch.is_grad_enabled() or current() is not None or nn.modules.module._has_any_global_hook())
 
 
 def replayed(entry: Entry, reversal: Reversal) -> Replay:

@@ -112,6 +112,8 @@ def numerics() -> tuple[Any, ...]:
     backends = torch.backends
     return (
         backends.cuda.matmul.fp32_precision,
+        backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         backends.cudnn.conv.fp32_precision,  # pyright: ignore[reportAttributeAccessIssue]
         torch.are_deterministic_algorithms_enabled(),
         backends.cudnn.enabled,

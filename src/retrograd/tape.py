@@ -22,10 +22,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from .alarms import DriftWatch, RangeAlarms, settle_drifts
 from .arena import Launched, Lent
 from .auto import Learned
-from .capture import current as capturing
 from .entry import Entry, Flat, Slot
 from .joins import JOINS
-from .launch import replayed
+from .launch import may_launch, replayed
 from .plain import ReadBy
 from .policies import Reverse
 from .saved import Saved, Storing, UntilEnough
@@ -83,7 +82,7 @@ class Tape:
             self.passes.pop(next(iter(self.passes)))
         rest = iter(finals)
         streams = {name: [next(rest) for _ in range(size)] for name, size in zip(self.names, self.sizes, strict=True)}
-        graphed = self.policy.graphed and not torch.is_grad_enabled() and capturing() is None
+        graphed = self.policy.graphed and may_launch()
         reversal = self.passes[current] = Reversal(self.entries, streams, self.watch, graphed=graphed)
         if (lent := self.lent()) is not None:
             lent.clear()  # of an earlier pass
