@@ -1,5 +1,5 @@
 """The engine: it runs any program of updates and decides what autograd stores meanwhile (with tape.py, entry.py and
-saved.py, the sum of rounding.py and the shelf of offload.py: all the autograd code there is).
+saved.py, the graphs of launch.py, the sum of rounding.py and the shelf of offload.py: all the autograd code there is).
 
 Autograd builds its ordinary graph. While an update's `fn` runs, saved-tensor hooks store a slot number in place of
 each tensor; an *exit* node after the last update stores the final streams. In the backward, the exit hands these to

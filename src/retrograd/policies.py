@@ -34,6 +34,12 @@ class Reverse(Policy):
     reconstruction: constant memory, no waiting for the device. Where the relative error is larger, it warns once, or
     raises (`on_drift="raise"`, which does wait at the end of the backward). `last_drift()` tells the error.
 
+    `graphed=True` captures each replay in a CUDA graph, once, and launches it whole from then on: for tensors so small
+    that the GPU waits for the host. The training loop stays as it is (`rg.graphed` captures all of it, and is faster
+    still). Only replays of plain modules are captured: parameters, numbers and such modules, called without keywords on
+    single tensors, whose code reads nothing that may change unseen. Of others a warning tells once why, and they are
+    replayed as ever. It takes the memory of one more update, and a few steps to begin; on a CPU it changes nothing.
+
     >>> import retrograd as rg
     >>> pairs = [(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)) for _ in range(64)]
     >>> net = rg.ReversibleSequence(pairs, policy=rg.Reverse(anchor_every=16, watch=1e-3))
