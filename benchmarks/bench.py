@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from fnmatch import fnmatch
 from pathlib import Path
@@ -50,6 +51,7 @@ def arguments() -> argparse.Namespace:
     add("--device", default=None, help="cpu or cuda (cuda where there is one)")
     add("--out", type=Path, default=HERE / "results", help="folder of the result file and the plots")
     add("--seed", type=int, default=0)
+    add("--steps", type=int, default=None, help="steps to time, where the configuration's own are too few")
     add("--timeout", type=float, default=240, metavar="S", help="seconds for one contender")
     add("--limit", type=float, default=None, metavar="S", help="seconds for everything; what is left then is not run")
     add("--list", action="store_true", help="show the contenders and stop")
@@ -89,6 +91,8 @@ def jobs(options: argparse.Namespace, device: str) -> list[Job]:
     """Everything to run, in order."""
     names = chosen(options)
     configurations = [CONFIGURATIONS[name] for name in options.config]
+    if options.steps is not None:
+        configurations = [replace(configuration, steps=options.steps) for configuration in configurations]
     common = {"device": device, "seed": options.seed}
     listed: list[Job] = []
     for configuration in configurations:
