@@ -62,6 +62,7 @@ POLICIES = [
     rg.Reverse(save="attention"),
     rg.Reverse(save="attention", anchor_every=2),
     rg.Reverse(watch=1e-3),
+    rg.Reverse(graphed=True, anchor_every=5),
     rg.Offload(),
 ]
 

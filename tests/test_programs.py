@@ -59,7 +59,7 @@ policies = st.one_of(
     st.just(rg.Reverse()),
     st.just(rg.Keep()),
     st.just(rg.Offload()),
-    st.builds(rg.Reverse, anchor_every=st.integers(1, 4)),
+    st.builds(rg.Reverse, anchor_every=st.integers(1, 4), graphed=st.booleans()),
     st.builds(rg.Reverse, anchor_every=st.none() | st.integers(1, 4), save=st.just("output")),
 )
 
