@@ -43,21 +43,12 @@ class Remembered:
 class _Frame:
     """One running `fn`. `remembered` is None where there will be no replay."""
 
-    __slots__ = ("where", "replaying", "remembered", "generators", "recalled")
+    __slots__ = ("phase", "remembered", "generators", "recalled")
 
     def __init__(
-        self,
-        where: tuple[int, str],
-        replaying: bool,
-        remembered: list[Remembered] | None,
-        generators: Sequence[torch.Generator],
+        self, phase: Phase, remembered: list[Remembered] | None, generators: Sequence[torch.Generator]
     ) -> None:
-        self.where, self.replaying = where, replaying
-        self.remembered, self.generators, self.recalled = remembered, generators, 0
-
-    @property
-    def phase(self) -> Phase:
-        return Phase(*self.where, self.replaying)
+        self.phase, self.remembered, self.generators, self.recalled = phase, remembered, generators, 0
 
     def recall(self) -> Remembered:
         """What was remembered next in the forward."""
@@ -96,8 +87,8 @@ def running(
     replaying: bool = False,
 ) -> T:
     """Call `function`, and say to `phase` and `remember` which `fn` it is; also in the traceback, if it fails."""
-    frame, stack = _Frame((index, update.target), replaying, remembered, generators), _frames.stack
-    stack.append(frame)
+    frame = _Frame(Phase(index, update.target, replaying), remembered, generators)
+    _frames.stack.append(frame)
     try:
         out = function()
         if replaying and remembered is not None and frame.recalled != len(remembered):
@@ -114,7 +105,7 @@ def running(
             error.add_note('retrograd: Reverse(save=<operators>) allows one backward; save="output" allows any number')
         raise
     finally:
-        stack.pop()
+        _frames.stack.pop()
 
 
 def phase() -> Phase | None:
@@ -145,7 +136,7 @@ def remember(compute: Callable[[], T]) -> T:
     """
     frames = [frame for frame in _frames.stack if frame.remembered is not None]
     # The outermost replay decides: what runs inside it, forward or backward, must repeat what ran then.
-    recalled = [frame.recall() for frame in frames if frame.replaying]
+    recalled = [frame.recall() for frame in frames if frame.phase.replaying]
     if recalled:
         remembered = recalled[0]
         for generator, after in remembered.drawn:
@@ -155,7 +146,7 @@ def remember(compute: Callable[[], T]) -> T:
         value, drawn = _computed(compute, frames)
         remembered = Remembered(value, drawn)
     for frame in frames:
-        if not frame.replaying:
+        if not frame.phase.replaying:
             frame.remembered.append(remembered)  # type: ignore[union-attr]
     return value
 
