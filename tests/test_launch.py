@@ -9,6 +9,7 @@ import types
 import warnings
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import retrograd as rg
 from graphs import Arena, on_cpu
-from retrograd import launch
+from retrograd import launch, remember
 from retrograd.capture import Rehearsal, under_way
 from retrograd.entry import Entry
 
@@ -456,6 +458,65 @@ def test_generators_are_left_where_they_were(arena):
     assert arena.launched
 
 
+def test_what_changes_between_forward_and_backward(arena):
+    """A replay sees what the forward saw, and a capture too."""
+    net, x = network(dropout=0.5), tokens()
+
+    def gradients_of(policy, seed, change, back):
+        net.policy = policy
+        torch.manual_seed(seed)
+        loss = net(x).sin().sum()
+        change()
+        try:
+            return torch.autograd.grad(loss, [x, *(weight for weight in net.parameters() if weight is not frozen)])
+        finally:
+            back()
+
+    frozen = [*net.parameters()][2]
+    for change, back in (
+        (net.eval, net.train),
+        (lambda: frozen.requires_grad_(False), lambda: frozen.requires_grad_(True)),
+        (lambda: None, lambda: None),
+    ):
+        for seed in range(4):
+            assert equal(*(gradients_of(policy, seed, change, back) for policy in (GRAPHED, rg.Reverse())))
+    assert arena.launched
+
+
+def test_a_dispatch_mode_is_not_passed_by(arena):
+    class Doubled(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            out = operator(*args, **(kwargs or {}))
+            return out * 2 if operator is torch.ops.aten.gelu.default else out
+
+    net, x = network(), tokens()
+    for _ in range(3):
+        gradients(net, x)
+    with Doubled():
+        assert equal(gradients(net, x), reversed_gradients(net, x))
+
+
+@pytest.mark.filterwarnings("ignore:update . .* its streams are not", "ignore:Sparse CSR")
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_streams(arena, sparse):
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, graph):
+            return torch.sparse.mm(graph, self.linear(x))
+
+    fn, x = Spread(), {"a": torch.randn(4, WIDTH), "b": torch.randn(4, WIDTH), "graph": sparse(torch.eye(4))}
+
+    def run(policy):
+        out = rg.run([rg.Update("a", fn, ("b", "graph"))], x, policy=policy)
+        return torch.autograd.grad(out["a"].sin().sum(), [*fn.parameters()])
+
+    for _ in range(4):
+        assert equal(run(GRAPHED), run(rg.Reverse()))
+
+
 def test_hooks_on_all_modules(arena):
     """They run in a replay, and not in a graph."""
     net, x = network(), tokens()
@@ -787,6 +848,135 @@ def reads_closure():
     return ReadsClosure, change
 
 
+elsewhere = types.ModuleType("elsewhere")  # another package, with a function that reads its own globals
+exec("SCALE = 2.0\ndef scaled(x):\n    return x * SCALE", vars(elsewhere))
+scaled = elsewhere.scaled
+
+
+class ReadsElsewhere(Reads):
+    def forward(self, x):
+        return scaled(self.linear(x))
+
+
+class ReadsDefault(Reads):
+    def forward(self, x, settings=Settings):
+        return self.linear(x) * settings.scale
+
+
+class ReadsCode(Reads):
+    def forward(self, x):
+        return self.linear(x) * 2
+
+
+def three(self, x):
+    return self.linear(x) * 3
+
+
+def activation(x):
+    return functional.gelu(x) * Settings.scale
+
+
+class Encoder(nn.TransformerEncoderLayer):
+    def __init__(self, activation=activation) -> None:
+        super().__init__(WIDTH, 2, 16, dropout=0.0, activation=activation, batch_first=True)
+
+
+class Overrides(Encoder):
+    """Torch calls this, and no code of ours."""
+
+    def __init__(self) -> None:
+        super().__init__(functional.gelu)
+
+    def _ff_block(self, x):
+        return super()._ff_block(x) * Settings.scale
+
+
+class ReadsImplicitly(Reads):
+    def __getattr__(self, name):
+        return Settings.scale if name == "gain" else super().__getattr__(name)
+
+    def forward(self, x):
+        return self.linear(x) * self.gain
+
+
+class Special(Reads):
+    def special(self, x):
+        return self.linear(x) * Settings.scale
+
+
+class Calls(Reads):
+    def forward(self, special, x):
+        return special.special(x)
+
+
+class ReadsSibling(nn.Module):
+    """The later one calls what only it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Special(), Calls()
+
+    def forward(self, x):
+        return self.second(self.first, x)
+
+
+class ReadsWrapped(Reads):
+    helper = staticmethod(partial(activation))
+
+    def forward(self, x):
+        return self.helper(self.linear(x))
+
+
+class ReadsWeight(Reads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.weight.gain = 2.0  # type: ignore[assignment]
+
+    def forward(self, x):
+        return self.linear(x) * self.linear.weight.gain
+
+
+class ReadsNone(Reads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = None
+
+    def forward(self, x):
+        out = self.linear(x)
+        try:
+            return out if self.extra is None else out * 2
+        except AttributeError:
+            return out * 3
+
+
+class ReadsDict(Reads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.settings = {"scale": 2.0}
+
+    def forward(self, x):
+        return self.linear(x) * self.linear.settings["scale"]
+
+
+class ReadsTorch(Reads):
+    def forward(self, x):
+        return functional.silu(self.linear(x))
+
+
+class Remembers(Reads):
+    def forward(self, x):
+        return self.linear(x) * (1 + remember(lambda: x > 0))
+
+
+def _exchange(owner, name):
+    return lambda fn, patch: patch.setattr(owner, name, 3.0)
+
+
+def _removed(fn, patch):
+    del fn.extra
+    fn.other = None
+
+
 settings_module = types.ModuleType("settings_module")
 settings_module.scale = 2.0  # type: ignore[attr-defined]
 ReadsClosure, _change = reads_closure()
@@ -806,6 +996,21 @@ ReadsClosure, _change = reads_closure()
         (ReadsByName, lambda fn, patch: patch.setattr(Reads, "scale", 3.0), False),
         (ReadsAttribute, lambda fn, patch: patch.setattr(Settings, "scale", 3.0), False),
         (ReadsClosure, lambda fn, patch: _change(), False),
+        (ReadsElsewhere, _exchange(elsewhere, "SCALE"), False),
+        (ReadsDefault, _exchange(Settings, "scale"), False),
+        (ReadsCode, lambda fn, patch: patch.setattr(ReadsCode.forward, "__code__", three.__code__), True),
+        (Encoder, _exchange(Settings, "scale"), False),
+        (Overrides, _exchange(Settings, "scale"), False),
+        (ReadsImplicitly, _exchange(Settings, "scale"), False),
+        (ReadsSibling, _exchange(Settings, "scale"), False),
+        (ReadsWrapped, _exchange(Settings, "scale"), False),
+        (ReadsWeight, lambda fn, patch: setattr(fn.linear.weight, "gain", 3.0), True),
+        (ReadsWeight, lambda fn, patch: setattr(fn.linear.weight, "data", fn.linear.weight.data.t()), True),
+        (ReadsNone, _removed, True),
+        (ReadsDict, lambda fn, patch: fn.linear.settings.update(scale=3.0), False),
+        (ReadsTorch, lambda fn, patch: patch.setattr(functional, "silu", functional.gelu), True),
+        (ReadsTorch, lambda fn, patch: patch.setattr(nn.Linear, "forward", lambda fn, x: x @ fn.weight), True),
+        (Remembers, lambda fn, patch: patch.setattr(torch, "float_power", None), False),
     ],
 )
 @pytest.mark.filterwarnings("ignore:update . .* is replayed without a CUDA graph")
@@ -825,4 +1030,4 @@ def test_what_its_code_reads_is_changed_between_two_steps(arena, monkeypatch, ki
     for _ in range(3):
         after = run(GRAPHED)
         assert equal(after, run(rg.Reverse()))
-    assert not equal(before, after)
+    assert kind is Remembers or not equal(before, after)

@@ -45,18 +45,18 @@ class Cell:
 
 
 class Attribute:
-    """An attribute that is not in the `__dict__` of its module, as in TorchScript: likewise."""
+    """An attribute that is not in the `__dict__` of its owner, as in TorchScript and of functions: likewise."""
 
-    __slots__ = ("module",)
+    __slots__ = ("owner",)
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, owner: nn.Module | types.FunctionType) -> None:
+        self.owner = owner
 
     def get(self, name: str, default: Any = None) -> Any:
-        return getattr(self.module, name, default)
+        return getattr(self.owner, name, default)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self.module, name, value)
+        setattr(self.owner, name, value)
 
 
 def training_flag(module: nn.Module) -> Binding:

@@ -68,8 +68,8 @@ class Launch:
             if where not in weights:
                 self.lent[slot] = self.tensors[-1]
 
-    def _pointers(self) -> list[int]:
-        return [weight.data_ptr() for weight in self.weights]
+    def _pointers(self) -> list[Any]:
+        return [(weight.data_ptr(), weight.stride()) for weight in self.weights]
 
     def moved(self) -> bool:
         """Whether a weight lies elsewhere than at the capture: `weight.data = ...`."""
@@ -111,8 +111,14 @@ class Way:
 
 def may_launch() -> bool:
     """Whether graphs may be launched in this pass. A second derivative keeps what was saved; a step that is captured
-    itself cannot launch; hooks on all modules, for which torch has no public name, would be missed."""
-    return not (torch.is_grad_enabled() or current() is not None or nn.modules.module._has_any_global_hook())
+    itself cannot launch; hooks on all modules, and dispatch modes, for neither of which torch has a public name, would
+    be missed."""
+    return not (
+        torch.is_grad_enabled()
+        or current() is not None
+        or nn.modules.module._has_any_global_hook()
+        or torch._C._len_torch_dispatch_stack()  # pyright: ignore[reportAttributeAccessIssue]
+    )
 
 
 def replayed(entry: Entry, reversal: Reversal) -> Replay:
@@ -145,6 +151,8 @@ def _ordinary(entry: Entry, reversal: Reversal) -> Replay:
 
 def _capture(entry: Entry, reversal: Reversal, arena: Arena, way: Way) -> Replay:
     """A replay without a graph, and a graph of it if that computes the same."""
+    if entry.call.differs():  # this time: something was changed since the forward, and is put back for the replay
+        return _ordinary(entry, reversal)
     with _waiting() as waits:
         ordinary = _ordinary(entry, reversal)
     if waits:
@@ -178,25 +186,27 @@ def _way(entry: Entry, reversal: Reversal) -> Way | None:
     target = streams[step.update.target]
     if not target or type(target[0]) is not Tensor or target[0].device.type != KIND:
         return None
+    leaves = [leaf for name in (step.update.target, *step.update.sources) for leaf in streams[name]]
     single = step.tensors and step.structures[step.update.target] is None
-    if not single or call.known is None or entry.ends is not entry.versions or entry.differentiates:
+    if not (single and all(leaf.layout is torch.strided and not leaf.is_nested for leaf in leaves)):
+        return _warn(entry, "its streams are not single tensors, or not dense ones")
+    if call.known is None or entry.ends is not entry.versions or entry.differentiates:
         return _warn(
             entry,
             "only that of a plain module can be one (parameters, numbers, other such modules; no buffers or hooks) "
-            "that is called without keywords, on streams that are single tensors",
+            "that is called without keywords",
         )
     if (code := call.known.code) not in reversal.standing:
         reversal.standing[code] = stands(code)
     if not reversal.standing[code]:
         return _warn(entry, "its code reads what may change unseen (of modules, classes, closures), or has changed")
-    kind = _kind(entry, reversal, arena := ARENAS.on(target[0].device))
+    kind = _kind(entry, reversal, leaves, arena := ARENAS.on(target[0].device))
     ways = call.known.ways
     for way in ways:
         if way.kind == kind:
             return way
     if len(ways) == MOST:
         return _warn(entry, f"it was called in {MOST} ways already (with other shapes, say); pad its inputs")
-    leaves = [leaf for name in (step.update.target, *step.update.sources) for leaf in streams[name]]
     tensors = [*leaves, *call.known.weights]
     if any(each.device != arena.device for each in tensors + [generator for generator, _, _ in call.drawn]):
         return _warn(entry, f"it uses or draws from something that is not on {arena.device}")
@@ -206,7 +216,7 @@ def _way(entry: Entry, reversal: Reversal) -> Way | None:
     return way
 
 
-def _kind(entry: Entry, reversal: Reversal, arena: Arena) -> Any:
+def _kind(entry: Entry, reversal: Reversal, leaves: list[Tensor], arena: Arena) -> Any:
     """What a graph depends on besides what Known holds, and the values in its arena and in the weights."""
     step, call = entry.step, entry.call
     update = step.update
@@ -222,11 +232,7 @@ def _kind(entry: Entry, reversal: Reversal, arena: Arena) -> Any:
         len(call.drawn),
         call.surroundings.modes,
         reversal.numerics,
-        [
-            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-            for name in (update.target, *update.sources)
-            for leaf in reversal.streams[name]
-        ],
+        [(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves],
     )
 
 

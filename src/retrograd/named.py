@@ -5,13 +5,14 @@ from __future__ import annotations
 import dis
 import functools
 import types
+from abc import ABCMeta
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .bindings import MISSING, Binding
+from .bindings import MISSING, Attribute, Binding
 
 SIMPLE = (type(None), str, bytes, int, float, complex, type, types.ModuleType, types.BuiltinFunctionType, torch.dtype)
 PLAIN = frozenset({*SIMPLE, bool})  # the same by exact type, which is found faster
@@ -75,32 +76,73 @@ def code_of(kind: type, methods: frozenset[str]) -> Code:
 
 
 @functools.lru_cache(1024)
-def bound_by(kind: type, methods: frozenset[str]) -> tuple[Binding, ...] | None:
-    """All that these methods of a class can read besides their module, its arguments and what they are seen to name,
-    and what it is bound to: only what is constant. None where that cannot be told."""
-    code = code_of(kind, methods)
+def bound_by(kind: type[nn.Module], methods: frozenset[str]) -> tuple[Binding, ...] | None:
+    """All that the code of a class can read besides its module, its arguments and what it is seen to name, and what it
+    is bound to: only what is constant. `methods` are those that other modules may call. None where that cannot be told.
+    """
+    if type(kind) not in (type, ABCMeta):
+        return None
+    own, of_torch = [], []
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        (of_torch if _belongs_to(base) == "torch" else own).append(base)
+    # Torch calls these, by their names or without; its layers change only if someone exchanges their forward.
+    called = {name for base in of_torch for f in vars(base).values() if _is_function(f) for name in f.__code__.co_names}
+    bound: list[Binding] = [(vars(base), "forward", vars(base).get("forward", MISSING)) for base in of_torch]
+    code = code_of(kind, methods | called | {name for base in own for name in _IMPLICIT & vars(base).keys()})
+    if own and not code.names.isdisjoint(_UNSEEN):
+        return None
+    bound += [(vars(base), name, vars(base).get(name, MISSING)) for base in own for name in code.names]
     seen = {(id(where), name) for where, name in code.named}
-    bound: list[Binding] = [
-        (vars(base), name, vars(base).get(name, MISSING))
-        for base in kind.__mro__
-        if base not in (object, nn.Module) and _belongs_to(base) != "torch"
-        for name in code.names
-    ]
     for function in code.functions:
         names, where = globals_of(function.__code__), function.__globals__
-        closed = set(function.__code__.co_freevars) <= {"__class__"}
-        if not (closed and _ANYTHING.isdisjoint(names) and _imports_torch_alone(function.__code__)):
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        closed = set(function.__code__.co_freevars) <= {"__class__"} and vars(function).keys() <= {"__wrapped__"}
+        if not (closed and all(map(constant, defaults)) and _imports_torch_alone(function.__code__)):
             return None
         bound += [(where, name, where.get(name, MISSING)) for name in names if (id(where), name) not in seen]
-    followed = (types.FunctionType, property, classmethod, staticmethod)
-    if not all(value is MISSING or issubclass(type(value), followed) or constant(value) for _, _, value in bound):
-        return None
+        bound += _of_modules([where.get(name) for name in names], code.names)
+        bound += [(Attribute(function), name, getattr(function, name)) for name in _OF_FUNCTIONS]
+    for where, name, value in bound:
+        inner = getattr(value, "fget", None) if type(value) is property else getattr(value, "__func__", value)
+        known = inner is MISSING or constant(inner) or (_is_function(inner) and inner in code.functions)
+        if not known and type(where) is not Attribute and (name != "forward" or where not in map(vars, of_torch)):
+            return None
     return tuple(bound)
 
 
-_ANYTHING = frozenset({"eval", "exec", "compile", "globals", "vars", "open", "input", "__import__", "getattr"})
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
+_IMPLICIT = frozenset(
+    {"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__", "__getitem__", "__iter__"}
+    | {"__next__", "__len__", "__contains__", "__bool__", "__eq__", "__hash__", "__enter__", "__exit__", "__index__"}
+    | {"__add__", "__radd__", "__mul__", "__rmul__", "__matmul__", "__int__", "__float__"}
+)
+_UNSEEN = frozenset(
+    {"eval", "exec", "compile", "globals", "locals", "vars", "dir", "open", "input", "__import__", "import_module"}
+    | {"getattr", "hasattr", "__dict__", "attrgetter", "methodcaller", "grad", "checkpoint"}
+    | {"Generator", "manual_seed", "initial_seed", "seed", "fork_rng", "get_rng_state", "set_rng_state"}
+)
+"""With these, code may read anything, or draw from where nobody looks."""
 _FIXED = frozenset({"torch", "math", "builtins", "operator"})
 """Packages in which nothing changes."""
+
+
+def _of_modules(values: list[Any], names: frozenset[str]) -> list[Binding]:
+    """What modules, such as torch, are asked for by these names, and so on with the modules found there."""
+    found: list[Binding] = []
+    modules = [value for value in values if isinstance(value, types.ModuleType)]
+    seen: set[int] = set()
+    while modules:
+        module = modules.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            inside = [(vars(module), name, value) for name, value in vars(module).items() if name in names]
+            found += inside
+            modules += [value for _, _, value in inside if isinstance(value, types.ModuleType)]
+    return found
+
+
+def _is_function(value: Any) -> bool:
+    return type(value) is types.FunctionType
 
 
 def constant(value: Any) -> bool:

@@ -47,6 +47,8 @@ class Known:
         registries += [d for m in reached.modules if not _is_layer(m) for d in (m._buffers, m._modules)]
         self._registries = [(d, d.copy()) for d in registries]
         self._attributes = [*map(tuple, self._dicts)]
+        none = [(where, name) for where, name, value in self.members + self.variables if value is None]
+        self._none = [[where for where, _ in none], [name for _, name in none]]  # to be told from what is not there
         self._growing = self._dicts + registries
         self._sizes = [*map(len, self._growing)]
         self._ordered = [m._modules for m in reached.modules if len(m._modules) > 1]
@@ -58,6 +60,7 @@ class Known:
         modules = [fn, *self.below]
         return (
             all(map(operator.is_, map(dict.get, self._where, self._names), self._values))
+            and all(map(operator.contains, *self._none))
             and [*map(len, self._growing)] == self._sizes
             and [*map(tuple, self._ordered)] == self._orders
             and not any(self._hooks)
@@ -125,7 +128,7 @@ def _plain(fn: nn.Module) -> tuple[list[Binding], ReadBy] | None:
     """Where the entries stand that make a module plain, and what they are, and what code reads them; None if it is not
     plain."""
     entries: list[Binding] = []
-    read_by: dict[Any, None] = {}
+    read: list[Any] = []
     called = FORWARD
     for module in fn.modules():
         mine, kind = vars(module), type(module)
@@ -139,17 +142,33 @@ def _plain(fn: nn.Module) -> tuple[list[Binding], ReadBy] | None:
         attributes = [(mine, name, value) for name, value in mine.items() if name not in REGISTRIES]
         if not _is_layer(module):
             entries += [(mine, name, mine[name]) for name in _INNER]
+        weights = [weight for weight in mine["_parameters"].values() if weight is not None]
+        of_weights = [(vars(weight), name, value) for weight in weights for name, value in vars(weight).items()]
+        entries += of_weights
+        fixed = all(constant(value) for _, name, value in attributes + of_weights if name not in _LISTS)
+        read.append(kind if fixed else None)
         if of_torch(kind):
             entries += attributes
             continue
-        read_by[(kind, called) if all(constant(value) for _, _, value in attributes) else None] = None
         code = code_of(kind, called)
         named, called = [(where, name, where.get(name)) for where, name in code.named], code.names
         for where, name, value in attributes + named:
             if name != "forward" and not (type(where) is dict and _means_itself(value)):
                 return None
         entries += attributes + named
-    return entries, tuple(read_by)
+    # What one module calls of another: names add up, whatever the order.
+    names, kinds = frozenset[str](), {kind for kind in read if kind is not None}
+    while names != called:
+        names = called
+        for kind in kinds:
+            called |= code_of(kind, called).names
+    return entries, tuple({(kind, called) if kind is not None else None: None for kind in read})
+
+
+_LISTS = frozenset(
+    {"_reversed_padding_repeated_twice", "_flat_weights", "_flat_weights_names", "_flat_weight_refs", "_all_weights"}
+)
+"""Of torch's layers, which nobody else changes."""
 
 
 def _is_layer(module: nn.Module) -> bool:

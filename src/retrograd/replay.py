@@ -170,7 +170,7 @@ class Call:
         if versions(self.read) != self.versions:
             self._refuse_changes_since()
         drawn = [(*each, state(each[0])) for each in self.random if each[2] is not None or self._elsewhere(each, stood)]
-        if drawn or self.twin or self._differs():
+        if drawn or self.twin or self.differs():
             out = self._replay_as_it_was(function, drawn)
         else:
             out = running(self.index, self.update, function, self.remembered, (), replaying=True)
@@ -206,7 +206,7 @@ class Call:
             "that draws from the same generator); give it policy=Keep(), or the thread a generator of its own"
         )
 
-    def _differs(self) -> bool:
+    def differs(self) -> bool:
         """Whether anything must be put back that the forward saw otherwise."""
         if list(map(_needs, self.leaves)) != self.needs:
             return True
