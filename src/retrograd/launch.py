@@ -41,6 +41,7 @@ class Launch:
         update, known = entry.step.update, entry.call.known
         assert known is not None
         self.arena, self.target, self.slots, self.weights = arena, update.target, entry.slots, known.weights
+        self.square = [w for w in known.weights if len(set(w.shape)) < w.dim()]  # others show it if they are transposed
         self.pointers = self._pointers()
         self.names = update.target, *update.sources
         self.places = [(name, arena.place(name, streams[name][0])) for name in self.names]
@@ -69,10 +70,10 @@ class Launch:
                 self.lent[slot] = self.tensors[-1]
 
     def _pointers(self) -> list[Any]:
-        return [(weight.data_ptr(), weight.stride()) for weight in self.weights]
+        return [*map(Tensor.data_ptr, self.weights), *map(Tensor.stride, self.square)]
 
     def moved(self) -> bool:
-        """Whether a weight lies elsewhere than at the capture: `weight.data = ...`."""
+        """Whether a weight lies elsewhere, or otherwise, than at the capture: `weight.data = ...`."""
         return self._pointers() != self.pointers
 
     def run(self, entry: Entry, streams: Flat) -> Replay:
