@@ -147,20 +147,14 @@ def in_place(tensor: Tensor, graph: Any) -> Tensor:
     return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def current_stream(device: int) -> int:
-    """The handle of the stream that is current on a device. The public function makes objects, at each launch.
-    tests/test_launch_cuda.py fails when this changes."""
-    return torch._C._cuda_getCurrentRawStream(device)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 class _Arenas(threading.local):
     """Those of a thread: autograd has one for each device."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[torch.device, int], Arena] = {}
+        self.found: dict[tuple[torch.device, torch.cuda.Stream], Arena] = {}
 
     def on(self, device: torch.device) -> Arena:
-        key = device, current_stream(device.index)
+        key = device, torch.cuda.current_stream(device)
         if (arena := self.found.get(key)) is None:
             arena = self.found[key] = Arena(device)
         return arena
