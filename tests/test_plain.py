@@ -4,6 +4,8 @@ import copy
 import gc
 import types
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -241,3 +243,16 @@ def test_numbers_of_a_module_that_is_not_plain_are_put_back_too() -> None:
         return grad
 
     torch.testing.assert_close(run(rg.Reverse()), run(rg.Keep()))
+
+
+@pytest.mark.parametrize("where", [lambda net: net[0], lambda net: net[0].weight], ids=["layer", "weight"])
+def test_what_leads_back_to_a_module_is_not_held(where: Callable[[nn.Module], Any]) -> None:
+    """An attribute of a layer or of a weight: whoever knew it would keep the module alive."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    where(net).owner = [net]
+    assert known(net) is None
+    rg.run([rg.Update("a", net, "b")], {"a": torch.randn(2), "b": torch.randn(2)})["a"].sum().backward()
+    gone = weakref.ref(net)
+    del net
+    gc.collect()
+    assert gone() is None

@@ -139,22 +139,22 @@ def _plain(fn: nn.Module) -> tuple[list[Binding], ReadBy] | None:
         entries += [(mine, name, mine[name]) for name in _CORE]
         if any(issubclass(type(value), Tensor) for value in mine.values()):  # a dead proxy is no instance of anything
             return None
-        attributes = [(mine, name, value) for name, value in mine.items() if name not in REGISTRIES]
+        attributes = [(mine, name, value) for name, value in mine.items() if name not in _APART]
         if not _is_layer(module):
             entries += [(mine, name, mine[name]) for name in _INNER]
         weights = [weight for weight in mine["_parameters"].values() if weight is not None]
         of_weights = [(vars(weight), name, value) for weight in weights for name, value in vars(weight).items()]
-        entries += of_weights
-        fixed = all(constant(value) for _, name, value in attributes + of_weights if name not in _LISTS)
-        read.append(kind if fixed else None)
+        beside = [*attributes, *of_weights] if of_torch(kind) else of_weights
+        if not all(name in _LISTS or constant(value) for _, name, value in beside):  # it may lead to this module
+            return None
+        entries += beside
+        read.append(kind if of_torch(kind) or all(constant(value) for _, _, value in attributes) else None)
         if of_torch(kind):
-            entries += attributes
             continue
         code = code_of(kind, called)
         named, called = [(where, name, where.get(name)) for where, name in code.named], code.names
-        for where, name, value in attributes + named:
-            if name != "forward" and not (type(where) is dict and _means_itself(value)):
-                return None
+        if not all(type(where) is dict and _means_itself(value) for where, _, value in attributes + named):
+            return None
         entries += attributes + named
     # What one module calls of another: names add up, whatever the order.
     names, kinds = frozenset[str](), {kind for kind in read if kind is not None}
@@ -165,6 +165,7 @@ def _plain(fn: nn.Module) -> tuple[list[Binding], ReadBy] | None:
     return entries, tuple({(kind, called) if kind is not None else None: None for kind in read})
 
 
+_APART = REGISTRIES | {"forward"}  # this one may go again: see _is_disturbed
 _LISTS = frozenset(
     {"_reversed_padding_repeated_twice", "_flat_weights", "_flat_weights_names", "_flat_weight_refs", "_all_weights"}
 )
