@@ -41,7 +41,7 @@ CONFIGURATIONS = {
     configuration.name: configuration
     for configuration in (
         Configuration("tiny", width=64, tokens=64, batch=2, blocks=2),
-        Configuration("small", width=128, tokens=256, batch=2, blocks=12),
+        Configuration("small", width=128, tokens=256, batch=2, blocks=12, steps=6),
         Configuration("A", width=1024, tokens=2048, batch=8, blocks=24),
         Configuration("B", width=256, tokens=256, batch=8, blocks=48),
         Configuration("B-dropout", width=256, tokens=256, batch=8, blocks=48, dropout=0.1),
