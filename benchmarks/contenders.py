@@ -113,10 +113,14 @@ def each_compiled(blocks: Blocks) -> Blocks:
     return blocks
 
 
-def captured(step: Step, x: Tensor) -> Step:
-    """A step captured in a CUDA graph."""
+def needs_cuda(x: Tensor) -> None:
     if x.device.type != "cuda":
         raise Skip("a CUDA graph needs CUDA")
+
+
+def captured(step: Step, x: Tensor) -> Step:
+    """A step captured in a CUDA graph."""
+    needs_cuda(x)
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -165,8 +169,7 @@ def reverse(blocks: Blocks, x: Tensor) -> Network:
 
 @contender("reverse-launched", "retrograd Reverse(graphed=True)")
 def reverse_launched(blocks: Blocks, x: Tensor) -> Network:
-    if x.device.type != "cuda":
-        raise Skip("a CUDA graph needs CUDA")
+    needs_cuda(x)
     return rg.ReversibleSequence(blocks, policy=made("Reverse", graphed=True))
 
 
@@ -246,8 +249,7 @@ def graphed(step: Step, x: Tensor) -> Step:
     """A step captured by `retrograd.graphed`."""
     if not hasattr(rg, "graphed"):
         raise Skip("retrograd has no graphed")
-    if x.device.type != "cuda":
-        raise Skip("a CUDA graph needs CUDA")
+    needs_cuda(x)
     return rg.graphed(step)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from retrograd import arena, launch
+from retrograd.plain import _known
 
 
 class Recorder(TorchDispatchMode):
@@ -96,6 +97,17 @@ class Arenas(threading.local):
 
     def __init__(self) -> None:
         self.arena = Arena()
+
+
+def ways(net: torch.nn.Module) -> list[Any]:
+    """In which the modules of a network were called, each with its graph if it has one."""
+    found = [_known[id(fn)][1] for fn in net.modules() if id(fn) in _known]
+    return [way for known in found if known is not None for way in known.ways]
+
+
+def equal(got: Iterable[Tensor | None], expected: Iterable[Tensor | None]) -> bool:
+    """To the bit; None only where the other is."""
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(got, expected, strict=True))  # type: ignore[arg-type]
 
 
 def on_cpu(patch: pytest.MonkeyPatch) -> Arena:

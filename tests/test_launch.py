@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import retrograd as rg
-from graphs import Arena, on_cpu
+from graphs import Arena, equal, on_cpu, ways
 from retrograd import launch, remember
 from retrograd.capture import Rehearsal, under_way
 from retrograd.entry import Entry
@@ -57,10 +57,6 @@ def gradients(net, x, seed: int = 1, autocast: bool = False, **options) -> list[
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = net(x).float().sin().sum()
     return torch.autograd.grad(loss, [x, *net.parameters()], allow_unused=True, **options)
-
-
-def equal(got, expected) -> bool:
-    return all(a is b is None or torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def reversed_gradients(net, x, **options) -> list[torch.Tensor]:
@@ -126,7 +122,7 @@ def test_the_first_slot_asked_for_launches_and_the_rest_is_there(arena):
         nonlocal calls
         calls += event == "call" and "retrograd" in frame.f_code.co_filename
 
-    launched = [way.launch for fn in net.modules() for way in _ways(fn)]
+    launched = [way.launch for way in ways(net)]
     for each in launched:
         arena_replay.append(each.graph.replay)
         each.graph.replay = lambda: None
@@ -138,13 +134,6 @@ def test_the_first_slot_asked_for_launches_and_the_rest_is_there(arena):
             sys.setprofile(None)
     assert len(launched) == 40
     assert 10 < calls / 40 < 45
-
-
-def _ways(fn):
-    from retrograd.plain import _known
-
-    entry = _known.get(id(fn))
-    return [] if entry is None or entry[1] is None or entry[0]() is not fn else entry[1].ways
 
 
 @pytest.mark.parametrize("anchor_every", [1, 2, 4])
@@ -441,7 +430,7 @@ def test_other_random_numbers_are_refused(arena):
     net, x = network(depth=1, dropout=0.5), tokens()
     for _ in range(3):
         gradients(net, x)
-    graphs = [way.launch.graph for fn in net.modules() for way in _ways(fn) if way.launch]
+    graphs = [way.launch.graph for way in ways(net) if way.launch]
     for graph in graphs:
         graph.replay = lambda: None  # draws nothing
     with pytest.raises(RuntimeError, match="draws other random numbers in its replay"):
@@ -723,9 +712,9 @@ class Inside(InPlace):
 
 @pytest.mark.filterwarnings("ignore:update . .* is replayed without a CUDA graph")
 def test_what_autograd_refuses_is_refused(arena):
-    x = {"a": tokens(), "b": tokens()}
+    fn, x = InPlace(), {"a": tokens(), "b": tokens()}
     for _ in range(4):
-        out = rg.run([rg.Update("a", InPlace(), "b")], x, policy=GRAPHED)
+        out = rg.run([rg.Update("a", fn, "b")], x, policy=GRAPHED)
         with pytest.raises(RuntimeError, match="changed in place"):
             out["a"].sum().backward()
 

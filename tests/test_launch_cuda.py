@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import retrograd as rg
+from graphs import equal, ways
 from retrograd import launch
-from retrograd.plain import _known
 from test_cuda import WIDTH, Attention, network, tokens
 
 pytestmark = [
@@ -25,8 +25,7 @@ PLAIN = rg.Reverse()
 
 def launches(net: nn.Module) -> int:
     """How many updates have a graph."""
-    found = [_known[id(fn)][1] for fn in net.modules() if id(fn) in _known]
-    return sum(way.launch is not None for known in found if known is not None for way in known.ways)
+    return sum(way.launch is not None for way in ways(net))
 
 
 def gradients(net, x, policy, seed: int = 1, autocast: torch.dtype | None = torch.bfloat16):
@@ -35,10 +34,6 @@ def gradients(net, x, policy, seed: int = 1, autocast: torch.dtype | None = torc
     with torch.autocast("cuda", autocast or torch.bfloat16, enabled=autocast is not None):
         loss = net(x).float().square().mean()
     return torch.autograd.grad(loss, [x, *net.parameters()], allow_unused=True)
-
-
-def equal(a, b) -> bool:
-    return all(one is other is None or torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
 def private_bytes() -> int:

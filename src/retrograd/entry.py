@@ -173,9 +173,8 @@ class Entry:
                     before = self._unjoined(target, parts)
             else:
                 before = self._unjoined(target, parts)
-            if len(self.slots) > self.fn_slots:  # a join that saves: apply it again to see what
-                with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
-                    step.join(fresh(before, self.target_grads), parts)
+            if len(self.slots) > self.fn_slots:
+                self._join_again(before, parts, pack, unpack)
             return before
 
         # The hooks hold this list, the graph holds the hooks, and the tensors hold the graph: together they would
@@ -189,20 +188,30 @@ class Entry:
             packed.clear()
         return saved, before
 
-    def again(self, sources: list[list[Tensor]], target: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """A replay while it is captured in a graph (launch.py): what it saves, and the target before the update. What
-        else it depends on is as it was."""
+    def replay_bare(self, sources: list[list[Tensor]], target: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The same while it is captured in a graph (launch.py), where nothing can be put back or compared: the caller
+        has seen that nothing has changed since the forward."""
         packed: list[Tensor] = []
-        fresh_sources = [fresh(leaves, needs) for leaves, needs in zip(sources, self.source_grads, strict=True)]
+        sources = [fresh(leaves, needs) for leaves, needs in zip(sources, self.source_grads, strict=True)]
         with torch.enable_grad(), saved_tensors_hooks(packed.append, self._refuse_inside):
-            parts = self.step.call(fresh_sources, target)
+            parts = self.step.call(sources, target)
         before = self._unjoined(target, parts)
         if len(self.slots) > self.fn_slots:
-            with torch.enable_grad(), saved_tensors_hooks(packed.append, self._refuse_inside):
-                self.step.join(fresh(before, self.target_grads), parts)
+            self._join_again(before, parts, packed.append, self._refuse_inside)
         tensors = packed.copy()
-        packed.clear()
+        packed.clear()  # as above
         return tensors, before
+
+    def _join_again(
+        self,
+        before: list[Tensor],
+        parts: list[list[Tensor]],
+        pack: Callable[[Tensor], Any],
+        unpack: Callable[..., Tensor],
+    ) -> None:
+        """A join that saves: apply it to see what."""
+        with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+            self.step.join(fresh(before, self.target_grads), parts)
 
     def _refuse_inside(self, _: None) -> Tensor:
         raise RuntimeError(f"{self} is not deterministic: it differentiates inside its replay, not in its forward")

@@ -20,6 +20,7 @@ from .capture import current
 from .entry import Entry, Flat, slot_of
 from .plain import stands
 from .saved import Saved
+from .streams import is_dense
 
 if TYPE_CHECKING:
     from .tape import Reversal
@@ -48,7 +49,7 @@ class Launch:
         (_, target), *sources = self.places
 
         def replay() -> list[Tensor]:
-            tensors, before = entry.again([[source] for _, source in sources], [target])
+            tensors, before = entry.replay_bare([[source] for _, source in sources], [target])
             target.copy_(before[0])
             return tensors
 
@@ -103,11 +104,17 @@ def _bits(tensor: Tensor) -> Tensor:
 class Way:
     """One way in which a module is called."""
 
-    __slots__ = ("kind", "replays", "launch", "refused")
+    __slots__ = ("arena", "kind", "seen", "refused", "launch")
 
-    def __init__(self, kind: Any) -> None:
-        self.kind, self.replays, self.refused = kind, 0, False
+    def __init__(self, arena: Arena, kind: Any) -> None:
+        self.arena, self.kind = arena, kind
+        self.seen = self.refused = False
         self.launch: Launch | None = None
+
+    def refuse(self, entry: Entry, reason: str) -> None:
+        """It will have no graph."""
+        self.refused = True
+        _warn(entry, reason)
 
 
 def may_launch() -> bool:
@@ -128,16 +135,17 @@ def replayed(entry: Entry, reversal: Reversal) -> Replay:
     The first replay is as ever, since libraries may set themselves up in it. The second is too, and is captured.
     """
     way = _way(entry, reversal)
-    if way is None or way.refused or not way.replays:
-        if way is not None:
-            way.replays = 1
+    if way is None or way.refused:
         return _ordinary(entry, reversal)
-    arena, launch = way.kind[0], way.launch
+    if not way.seen:
+        way.seen = True
+        return _ordinary(entry, reversal)
+    launch = way.launch
     if launch is None or launch.moved():
-        return _capture(entry, reversal, arena, way)
+        return _capture(entry, reversal, way)
     if launch.slots != entry.slots:
         return _ordinary(entry, reversal)
-    arena.take(reversal)
+    way.arena.take(reversal)
     reversal.placed.update(launch.names)
     return launch.run(entry, reversal.streams)
 
@@ -150,20 +158,19 @@ def _ordinary(entry: Entry, reversal: Reversal) -> Replay:
     return entry.replay(reversal.streams, reversal.stood)
 
 
-def _capture(entry: Entry, reversal: Reversal, arena: Arena, way: Way) -> Replay:
+def _capture(entry: Entry, reversal: Reversal, way: Way) -> Replay:
     """A replay without a graph, and a graph of it if that computes the same."""
     if entry.call.differs():  # this time: something was changed since the forward, and is put back for the replay
         return _ordinary(entry, reversal)
     with _waiting() as waits:
         ordinary = _ordinary(entry, reversal)
     if waits:
-        way.refused = True
-        _warn(entry, "it waits for the device (.item(), say)")
+        way.refuse(entry, "it waits for the device (.item(), say)")
         return ordinary
-    arena.take(reversal)
+    way.arena.take(reversal)
     streams = dict(reversal.streams)
     try:
-        launch = Launch(entry, arena, streams, ordinary[0])
+        launch = Launch(entry, way.arena, streams, ordinary[0])
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -171,11 +178,9 @@ def _capture(entry: Entry, reversal: Reversal, arena: Arena, way: Way) -> Replay
             f"{entry}: its replay cannot be captured in a CUDA graph; give it policy=Reverse(), without graphed"
         ) from error
     if not launch.agrees(launch.run(entry, streams), ordinary, drawn := bool(entry.call.drawn)):
-        way.refused = True
-        _warn(entry, "its graph computes something else than it does")
+        way.refuse(entry, "its graph computes something else than it does")
     elif drawn and launch.constants:
-        way.refused = True
-        _warn(entry, "it draws random numbers and saves on the host which ones (memory-efficient attention does)")
+        way.refuse(entry, "it draws random numbers and saves on the host which ones (memory-efficient attention does)")
     else:
         way.launch = launch
     return ordinary
@@ -211,9 +216,9 @@ def _way(entry: Entry, reversal: Reversal) -> Way | None:
     tensors = [*leaves, *call.known.weights]
     if any(each.device != arena.device for each in tensors + [generator for generator, _, _ in call.drawn]):
         return _warn(entry, f"it uses or draws from something that is not on {arena.device}")
-    if any(leaf.stride() != torch.empty_like(leaf, device="meta").stride() for leaf in leaves):
+    if not all(map(is_dense, leaves)):
         return _warn(entry, "one of its streams has gaps or overlaps in memory")
-    ways.append(way := Way(kind))
+    ways.append(way := Way(arena, kind))
     return way
 
 

@@ -1,4 +1,7 @@
-"""What the code of a class names: globals, attributes of the class, functions of its package."""
+"""What the code of a class names: globals, attributes of the class, functions of its package.
+
+Only code is read here. What the names lead to is searched in reach.py; whether it has changed is looked at in plain.py.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import functools
 import types
 from abc import ABCMeta
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +27,8 @@ FORWARD = CALL | {"forward"}
 @functools.lru_cache(4096)
 def globals_of(code: types.CodeType) -> tuple[str, ...]:
     """The globals that a function and the functions inside it name."""
-    names = {step.argval: None for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= dict.fromkeys(globals_of(constant))
-    return tuple(names)
+    steps = chain.from_iterable(map(dis.get_instructions, _codes(code)))
+    return tuple({step.argval: None for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
 
 
 class Code(NamedTuple):
@@ -42,7 +43,7 @@ class Code(NamedTuple):
 def code_of(kind: type, methods: frozenset[str]) -> Code:
     """What these methods of a class name. This is found once for a class; what the names are bound to, at each call."""
     found: dict[tuple[int, str], tuple[Any, str]] = {}
-    package, functions, names = kind.__module__.split(".")[0], [], [*methods]
+    package, functions, names = package_of(kind), [], [*methods]
     seen: set[str] = set()
     searched: set[types.FunctionType] = set()
     while names or functions:
@@ -65,7 +66,7 @@ def code_of(kind: type, methods: frozenset[str]) -> Code:
         if function in searched:
             continue
         searched.add(function)
-        names += _names_in(function.__code__)
+        names += chain.from_iterable(code.co_names for code in _codes(function.__code__))
         for name in globals_of(function.__code__):
             value = function.__globals__.get(name, MISSING)
             if isinstance(value, types.FunctionType):
@@ -84,14 +85,14 @@ def bound_by(kind: type[nn.Module], methods: frozenset[str]) -> tuple[Binding, .
         return None
     own, of_torch = [], []
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        (of_torch if _belongs_to(base) == "torch" else own).append(base)
+        (of_torch if package_of(base) == "torch" else own).append(base)
     # Torch calls these, by their names or without; its layers change only if someone exchanges their forward.
     called = {name for base in of_torch for f in vars(base).values() if _is_function(f) for name in f.__code__.co_names}
-    bound: list[Binding] = [(vars(base), "forward", vars(base).get("forward", MISSING)) for base in of_torch]
+    compared: list[Binding] = [(vars(base), "forward", vars(base).get("forward", MISSING)) for base in of_torch]
     code = code_of(kind, methods | called | {name for base in own for name in _IMPLICIT & vars(base).keys()})
     if own and not code.names.isdisjoint(_UNSEEN):
         return None
-    bound += [(vars(base), name, vars(base).get(name, MISSING)) for base in own for name in code.names]
+    bound: list[Binding] = [(vars(base), name, vars(base).get(name, MISSING)) for base in own for name in code.names]
     seen = {(id(where), name) for where, name in code.named}
     for function in code.functions:
         names, where = globals_of(function.__code__), function.__globals__
@@ -101,13 +102,12 @@ def bound_by(kind: type[nn.Module], methods: frozenset[str]) -> tuple[Binding, .
             return None
         bound += [(where, name, where.get(name, MISSING)) for name in names if (id(where), name) not in seen]
         bound += _of_modules([where.get(name) for name in names], code.names)
-        bound += [(Attribute(function), name, getattr(function, name)) for name in _OF_FUNCTIONS]
-    for where, name, value in bound:
-        inner = getattr(value, "fget", None) if type(value) is property else getattr(value, "__func__", value)
-        known = inner is MISSING or constant(inner) or (_is_function(inner) and inner in code.functions)
-        if not known and type(where) is not Attribute and (name != "forward" or where not in map(vars, of_torch)):
+        compared += [(Attribute(function), name, getattr(function, name)) for name in _OF_FUNCTIONS]
+    for _, _, value in bound:
+        inner = value.fget if type(value) is property else getattr(value, "__func__", value)
+        if not (inner is MISSING or constant(inner) or (_is_function(inner) and inner in code.functions)):
             return None
-    return tuple(bound)
+    return tuple(compared + bound)
 
 
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
@@ -151,29 +151,24 @@ def constant(value: Any) -> bool:
     if kind is tuple:
         return all(map(constant, value))
     if issubclass(kind, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)):
-        return _belongs_to(value) in _FIXED
+        return package_of(value) in _FIXED
     return kind in PLAIN or kind is torch.device
 
 
-def _belongs_to(value: Any) -> str:
+def package_of(value: Any) -> str:
     """Of a module, a class or a function; those that are built in may have it from what they belong to."""
     name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
     return str(name or getattr(getattr(value, "__self__", None), "__module__", "")).split(".")[0]
 
 
 def _imports_torch_alone(code: types.CodeType) -> bool:
-    imports = (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME")
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return all(name.split(".")[0] in _FIXED for name in imports) and all(map(_imports_torch_alone, inner))
+    steps = chain.from_iterable(map(dis.get_instructions, _codes(code)))
+    return all(step.argval.split(".")[0] in _FIXED for step in steps if step.opname == "IMPORT_NAME")
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """The names in a function and in the functions inside it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
-
-
-def package_of(function: types.FunctionType) -> str:
-    return (function.__module__ or "").split(".")[0]
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """That of a function, and those of the functions inside it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _codes(inner)

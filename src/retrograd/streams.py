@@ -74,11 +74,14 @@ def versions(tensors: Sequence[Tensor]) -> list[int | None]:
         return [version(tensor) for tensor in tensors]
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether it has no gaps and overlaps, as what is computed from it."""
+    return tensor.layout is not torch.strided or tensor.stride() == torch.empty_like(tensor, device="meta").stride()
+
+
 def dense(tensor: Tensor) -> Tensor:
-    """The same values without gaps and overlaps, as what is computed from it will be laid out."""
-    if tensor.layout is not torch.strided or tensor.stride() == torch.empty_like(tensor, device="meta").stride():
-        return tensor
-    return tensor.clone()
+    """The same values without gaps and overlaps."""
+    return tensor if is_dense(tensor) else tensor.clone()
 
 
 def laid_out(tensor: Tensor, model: Tensor) -> Tensor:

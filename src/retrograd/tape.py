@@ -66,8 +66,8 @@ class Tape:
                 flat[name] = list(map(dense, flat[name]))
         states: list[Any] = []  # of the generators, handed from update to update
         alike: dict[int, list[Slot]] = {}
+        graphed = self.policy.graphed
         for position, entry in enumerate(self.entries):
-            graphed = self.policy.graphed
             unpack = Lent(self, position).__getitem__ if graphed else functools.partial(self.serve, position)
             entry.run(flat, unpack, states, self.alarms, self.learned, alike)
             if type(entry.step.update.join) not in JOINS:
